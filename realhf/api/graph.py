@@ -31,7 +31,9 @@ class MFC:
     ``n_minibatches`` is the number of optimizer steps of a training call. Every mini-batch is balanced over
     data-parallel ranks and contains the same rows under any layout. ``aliases`` are pairs (key of the graph, key of
     the interface). A generating call with ``per_prompt`` makes one row per prompt, shared by all its samples. A call
-    with ``resamples`` filters rows; prompts without remaining rows are replaced, up to so many times per step.
+    with ``resamples`` filters rows; prompts without remaining rows are replaced, up to so many times per step. Keys in
+    ``carried`` have one row per prompt, which a generating call passes to its next step's call, for the prompt at the
+    same position of the batch.
     """
 
     name: str
@@ -45,6 +47,7 @@ class MFC:
     aliases: tuple[tuple[str, str], ...] = ()
     per_prompt: bool = False
     resamples: int = 0
+    carried: tuple[str, ...] = ()
 
     @property
     def is_train(self) -> bool:

@@ -154,6 +154,7 @@ class Done(Message, frozen=True):
     stats: Stats = {}
     state: State | None = None
     values: dict[str, Any] = {}
+    carried: BatchMeta | None = None
     trace: bytes = b""
     metrics: tuple[int, ...] = ()
 

@@ -53,6 +53,10 @@ class Engine(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    @property
+    def version(self) -> int:
+        """Number of training steps of the weights."""
+
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
         """Run without gradients; return the results of ``fn``, ``[T]`` or ``[B]``, packed in the batch's row order."""
 

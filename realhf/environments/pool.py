@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from subprocess import PIPE, Popen
 from typing import Any
 
@@ -59,6 +59,15 @@ class EnvAnswer:
     episode: int
     result: Turn | EnvFailure
     seconds: float = 0.0
+
+
+@dataclass
+class PastRequest:
+    """A request of an episode, and the turn that answered it, as JSON values."""
+
+    op: str
+    fields: Json
+    turn: Json
 
 
 @dataclass(eq=False)
@@ -167,7 +176,7 @@ class _EnvWorker:
 class EnvPool:
     """``workers`` processes of environments of one class, started on first use; not thread-safe.
 
-    An episode is a number of the caller's. It has at most one request at a time.
+    An episode is a number, as from ``new_number``. It has at most one request at a time.
     """
 
     def __init__(self, options: EnvOptions) -> None:
@@ -176,6 +185,7 @@ class EnvPool:
         self._worker_of: dict[int, _EnvWorker] = {}
         self._lost: dict[int, EnvFailure] = {}
         self._number = 0
+        self._n_episodes = 0
 
     def spawn(self) -> None:
         """Start all processes that do not run, without waiting until they are ready."""
@@ -183,11 +193,33 @@ class EnvPool:
             if worker.process is None:
                 worker.spawn()
 
+    def new_number(self) -> int:
+        self._n_episodes += 1
+        return self._n_episodes - 1
+
     def reset(self, episode: int, row: Json, seed: int) -> None:
         """Start an episode in the process with the fewest."""
+        self._place(episode)
+        self._submit(episode, "reset", {"row": row, "seed": seed})
+
+    def _place(self, episode: int) -> _EnvWorker:
         worker = min(self._workers, key=lambda one: len(one.history))
         self._worker_of[episode], worker.history[episode] = worker, []
-        self._submit(episode, "reset", {"row": row, "seed": seed})
+        return worker
+
+    def history(self, episode: int) -> list[PastRequest]:
+        """Return the requests of an episode that waits for none, for ``restore``."""
+        pairs = self._worker_of[episode].history[episode]
+        return [PastRequest(request.op, request.fields, turn) for request, turn in pairs if turn is not None]
+
+    def restore(self, episode: int, history: Sequence[PastRequest]) -> None:
+        """Play an episode again up to where it was; it fails if a turn differs."""
+        worker = self._place(episode)
+        for one in history:
+            self._number += 1
+            request = _EnvRequest(self._number, episode, one.op, one.fields)
+            worker.history[episode].append((request, one.turn))
+            worker.waiting.append(replace(request, expected=one.turn))
 
     def step(self, episode: int, reply: Reply) -> None:
         self._submit(episode, "step", {"reply": reply_to_json(reply)})
@@ -263,7 +295,8 @@ class EnvPool:
         if request.expected is None and request.episode in self._lost:
             return [self._fail(request.episode, self._lost.pop(request.episode))]
         if "error" in message:
-            return [self._fail(request.episode, EnvFailure(ERROR, message["error"], message.get("traceback", "")))]
+            failure = EnvFailure(ERROR, message["error"], message.get("traceback", ""))
+            return self._failed(request, failure)
         turn, history = message["turn"], worker.history[request.episode]
         if request.expected is None:
             history.append((request, turn))
@@ -272,6 +305,16 @@ class EnvPool:
         if turn != request.expected:
             detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
             self._lost[request.episode] = EnvFailure(DIED, detail)
+        return []
+
+    def _failed(self, request: _EnvRequest, failure: EnvFailure) -> list[EnvAnswer]:
+        """Fail an episode now, or if a request was played again, at its next request: the caller expects no answer."""
+        if request.expected is None:
+            return [self._fail(request.episode, failure)]
+        worker = self._worker_of[request.episode]
+        worker.history[request.episode] = []
+        worker.waiting = deque(one for one in worker.waiting if one.episode != request.episode or one.expected is None)
+        self._lost[request.episode] = failure
         return []
 
     def _fail(self, episode: int, failure: EnvFailure) -> EnvAnswer:
@@ -300,7 +343,7 @@ class EnvPool:
             worker.deaths[one.episode] += 1 if len(suspects) == 1 else 0
             is_at_fault = kind == TIMEOUT or worker.deaths[one.episode] >= MAX_DEATHS
             if is_at_fault and one.episode in worker.history:
-                answers.append(self._fail(one.episode, failure))
+                answers += self._failed(one, failure)
         worker.serial |= len(suspects) > 1
         again = [one for one in worker.running.values() if one.episode in worker.history and one.expected is None]
         waiting = [one for one in (*again, *worker.waiting) if one.op != "close" and one.expected is None]

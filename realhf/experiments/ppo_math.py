@@ -35,7 +35,8 @@ class PPOMathExperiment(PPOExperiment):
     def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
         if not self.env.cls:
             return super().eval_rollout_mfc(sampling)
-        return episode_call("eval_gen", "actor", self.env, sampling, sampling.n, self._batch)
+        env = replace(self.env, partial_tokens=None)
+        return episode_call("eval_gen", "actor", env, sampling, sampling.n, self._batch)
 
     def reward_mfcs(self) -> list[MFC]:
         if self.env.cls:
@@ -66,6 +67,10 @@ class PPOMathExperiment(PPOExperiment):
         return super().problems() + rewards + unmet([
             (not self.env.cls or type(self).more_mfcs is PPOMathExperiment.more_mfcs,
              "env.cls: this algorithm is for single responses; use grpo, rloo, reinforce-pp or ppo-math"),
+            (not (self.env.partial_tokens and self.max_staleness),
+             "env.partial_tokens and max_staleness are set: a partial rollout already uses older weights"),
+            (not (self.env.partial_tokens and self.ppo.dynamic_sampling),
+             "env.partial_tokens and ppo.dynamic_sampling are set: unfinished prompts would be replaced"),
             ((self.rew, self.score) == (ModelSpec(), ScoreConfig()),
              "rew or score have options, but rewards come from reward.fn; for a reward model use ppo"),
             (self.ensemble == EnsembleConfig(),

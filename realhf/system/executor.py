@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, RowId
-from realhf.api.graph import Kind
+from realhf.api.graph import MFC, Kind
 from realhf.api.layout import Layout
 from realhf.api.messages import PrepareCall, State, Stats
 from realhf.api.param_box import box_numel, box_shape
@@ -34,6 +34,7 @@ class CallResult:
     outputs: BatchMeta | None = None
     stats: Stats = field(default_factory=dict)
     state: State | None = None
+    carried: BatchMeta | None = None
 
 
 @dataclass
@@ -55,8 +56,9 @@ class Executor:
         """Execute the transfers of the call's input rows."""
         for step in self.run.program[call.mfc]:
             if isinstance(step, Transfer):
+                carried = [key for key in self.run.graph[call.mfc].carried if key in call.inputs.columns]
                 with self.spans.span(f"{call.mfc}/Transfer"):
-                    self._transfer(call, step.keys, step.layout)
+                    self._transfer(call, (*step.keys, *carried), step.layout)
 
     def execute(self, call: PrepareCall) -> CallResult:
         """Execute all other instructions of the call's program."""
@@ -146,7 +148,17 @@ class Executor:
         ids = tuple(RowId(i.prompt, PROMPT) for i in outputs.ids) if mfc.per_prompt else outputs.ids
         outputs = SequenceBatch(ids, {key: outputs.columns[mfc.interface_key(key)] for key in mfc.outputs})
         self.store.put(outputs)
-        return CallResult(outputs.meta, stats)
+        return CallResult(outputs.meta, stats, carried=self._carry(call, mfc, interface))
+
+    def _carry(self, call: PrepareCall, mfc: MFC, interface: Any) -> BatchMeta | None:
+        """Store the rows that the call passes to the next step, whose prompts have other numbers."""
+        if not mfc.carried or call.step + 1 >= self.run.schedule.n_steps:
+            return None
+        rows, stop = interface.carry(), self.run.schedule.span(call.step + 1).stop
+        ids = [RowId(row.prompt + self.run.schedule.stride, PROMPT) for row in rows.ids]
+        carried = SequenceBatch(tuple(ids), rows.columns).select([i for i, row in enumerate(ids) if row.prompt < stop])
+        self.store.put(carried)
+        return carried.meta
 
     def _gather(self, call: PrepareCall, layout: Layout) -> SequenceBatch:
         """Return this data-parallel rank's batch from the store; it may have no rows."""

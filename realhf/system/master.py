@@ -80,7 +80,15 @@ class Master:
         schedule = replace(run.schedule, first_step=last[1].step) if last else run.schedule
         strict_step_order = run.writes_checkpoints or bool(run.graph.evaluation)
         self.saved = {(rollout.mfc, rollout.span): rollout for rollout in last[1].rollouts} if last else {}
-        self.state = MasterState(run.graph, run.plan, schedule, run.config.max_staleness, strict_step_order, self.saved)
+        self.state = MasterState(
+            run.graph,
+            run.plan,
+            schedule,
+            run.config.max_staleness,
+            strict_step_order,
+            self.saved,
+            last[1].carried if last else None,
+        )
         self.state.states |= last[1].states if last else {}
         self.pending_checkpoint: tuple[Manifest, list[_Request]] | None = None
         self.uncommitted: set[int] = set()  # steps of checkpoints in progress
@@ -190,7 +198,8 @@ class Master:
                 outputs = BatchMeta.merged([reply.outputs for reply in replies if reply.outputs])
                 rolled_out.rollout = Rollout(call.mfc, span, outputs, sum_stats([reply.stats for reply in replies]))
             states = [reply.state for reply in replies if reply.state is not None]
-            return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
+            carried = {reply.rank: reply.carried for reply in replies if reply.carried is not None}
+            return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None, carried)
 
         ranks = sorted(layout_ranks(self.run.program[call.mfc]) | call.holders.ranks)
         request = self._request(ranks, f"{call.mfc} of step {span.step + 1}", span.step, finished, call.mfc)
@@ -241,7 +250,10 @@ class Master:
 
     def _log_generations(self, span: PromptRange) -> None:
         scores = [k for k, m in self.run.graph.producer.items() if m.interface_key(k) == "rewards"]
-        keys = tuple(k for k in dict.fromkeys((*self.telemetry.logged_keys, *scores)) if k in self.state.keys)
+        logged = {key: None for key in (*self.telemetry.logged_keys, *scores) if key in self.state.keys}
+        if any(mfc.carried for mfc in self.run.graph.mfcs):
+            logged.pop("row", None)  # that of another prompt
+        keys = tuple(logged)
         limit = self.run.config.n_logged_generations
         if "tokens" not in keys or not limit:
             return
@@ -274,7 +286,7 @@ class Master:
         layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
         manifest = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint, flat_options(run.config),
-                            self.accepted)  # fmt: skip
+                            self.accepted, carried=self.state.carried_rows(step))  # fmt: skip
         self.uncommitted.add(step)
         self.pending_checkpoint = manifest, [*self.rollouts]  # complete before the files: workers reply in order
         folder = str(tmp_folder(run.paths.checkpoints, step))

@@ -128,7 +128,7 @@ class ModelWorker:
                 values = {"failure": self.failures[0].encode(errors="replace").decode()} if self.failures else {}
                 self.failures.clear()
                 self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state,
-                           values=values)  # fmt: skip
+                           values=values, carried=result.carried)  # fmt: skip
             case messages.ReadRows(request, ids, keys):
                 self.during = "reading rows"
                 self.send(messages.Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
@@ -246,7 +246,7 @@ class ModelWorker:
         files = {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
         run, rollouts = self.run, [mfc for mfc in self.run.graph.mfcs if mfc.kind is Kind.GENERATE]
         keys = {key for mfc in rollouts if self.rank in (0, *run.plan[mfc.name].layout.dp_heads())  # 0: see _restore
-                for key in mfc.outputs if run.config.max_staleness}  # fmt: skip
+                for key in (*(mfc.outputs if run.config.max_staleness else ()), *mfc.carried)}  # fmt: skip
         return files | ({file_name(ROWS, self.rank): rows} if (rows := self.executor.store.tensors(keys)) else {})
 
     def _restore(self, folder: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.data.turns import EpisodeKey, TurnOutput
+from realhf.environments.pool import PastRequest
 
 Message = Mapping[str, Any]
 
@@ -18,13 +19,15 @@ Message = Mapping[str, Any]
 class EpisodeRow:
     """A conversation that only grows. Lists are by token; ``sampled`` is 1 on tokens that the model sampled for it.
 
-    ``replies`` are the ends of replies, with the checksum of the tokens up to there. ``n_messages`` counts the
-    messages up to each reply, for conversations that an agent sends whole; ``messages`` are those.
+    ``versions`` are those of the weights that sampled, 0 elsewhere. ``replies`` are the ends of replies, with the
+    checksum of the tokens up to there. ``n_messages`` counts the messages up to each reply, for conversations that an
+    agent sends whole; ``messages`` are those.
     """
 
     tokens: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     replies: list[tuple[int, int]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     n_messages: list[int] = field(default_factory=list)
@@ -34,11 +37,16 @@ class EpisodeRow:
         self.tokens += tokens
         self.sampled += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
+        self.versions += [0] * len(tokens)
 
-    def append_reply(self, output: TurnOutput, text: str) -> None:
+    def append_sampled(self, output: TurnOutput, version: int = 0) -> None:
+        """Append tokens of a reply, which may go on."""
         self.tokens += output.tokens
         self.sampled += [1] * len(output.tokens)
         self.logprobs += output.logprobs
+        self.versions += [version] * len(output.tokens)
+
+    def end_reply(self, text: str) -> None:
         self.replies.append((len(self.tokens), checksum(self.tokens)))
         if self.messages:
             self.messages.append({"role": "assistant", "content": text})
@@ -49,6 +57,12 @@ class EpisodeRow:
         row = EpisodeRow()
         row.append(self.tokens[: self.replies[number][0]])
         return row
+
+    @property
+    def is_in_reply(self) -> bool:
+        """Whether the last reply is incomplete."""
+        end = self.replies[-1][0] if self.replies else 0
+        return bool(self.sampled) and self.sampled[-1] == 1 and end < len(self.tokens)
 
     @property
     def n_drifted(self) -> int:
@@ -69,11 +83,11 @@ class Episode:
     """An episode of a prompt's sample: its rows, of which the last is continued.
 
     ``last`` are the row and the index of the token that the model has sampled last. ``rewards`` are these at the time
-    of a reward, and the reward.
+    of a reward, and the reward. While the model replies, ``reply_start`` is the index of the reply's first token, and
+    ``reply_left`` how many tokens it may still have. ``history`` are the environment's requests of a paused episode.
     """
 
     key: EpisodeKey
-    number: int
     rows: list[EpisodeRow] = field(default_factory=lambda: [EpisodeRow()])
     current: int = 0
     last: tuple[int, int] = (0, 0)
@@ -83,6 +97,10 @@ class Episode:
     failure: str = ""
     info: dict[str, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    reply_start: int = 0
+    reply_left: int = 0
+    history: list[PastRequest] = field(default_factory=list)
+    is_over: bool = False
 
     @property
     def row(self) -> EpisodeRow:
@@ -92,9 +110,15 @@ class Episode:
     def has_started(self) -> bool:
         return bool(self.rows[0].tokens)
 
-    def append_reply(self, output: TurnOutput, text: str) -> None:
-        self.row.append_reply(output, text)
+    def append_sampled(self, output: TurnOutput, version: int = 0) -> bool:
+        """Append sampled tokens; return whether the reply is complete."""
+        self.row.append_sampled(output, version)
         self.last = (self.current, len(self.row.tokens) - 1)
+        self.reply_left -= len(output.tokens)
+        return output.stopped or self.reply_left < 1
+
+    def end_reply(self, text: str) -> None:
+        self.row.end_reply(text)
         self.n_turns += 1
 
     def append_reward(self, reward: float) -> None:
@@ -149,3 +173,21 @@ class Episode:
             new = self.rows[number].fork(reply) if reply >= 0 else EpisodeRow()
             self.rows.append(new)
             self.current = len(self.rows) - 1
+
+
+@dataclass
+class EpisodeGroup:
+    """The episodes of a prompt, with its tokens and its row of the data set."""
+
+    prompt: int
+    tokens: list[int]
+    row: dict[str, Any]
+    episodes: list[Episode]
+
+    @staticmethod
+    def new(prompt: int, tokens: list[int], row: dict[str, Any], n: int) -> EpisodeGroup:
+        return EpisodeGroup(prompt, tokens, row, [Episode((prompt, sample)) for sample in range(n)])
+
+    @property
+    def is_over(self) -> bool:
+        return all(episode.is_over for episode in self.episodes)

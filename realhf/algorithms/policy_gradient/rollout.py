@@ -1,6 +1,7 @@
 """The interfaces of multi-turn rollouts: episodes with environments, and their rewards."""
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,18 +11,20 @@ import numpy as np
 import torch
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, PromptRow
-from realhf.algorithms.policy_gradient.episodes import Episode
+from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, RolloutOptions
+from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeGroup
 from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.api.batch_meta import RowId
 from realhf.api.config import EnvConfig, GenerationConfig, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
+from realhf.data.turns import EpisodeKey
 from realhf.environments.pool import EnvOptions, EnvPool
 from realhf.ops.rows import on_device
 
-DTYPES = {"tokens": torch.int64, "prompt_mask": torch.uint8, "logprobs": torch.float32, "turn_rewards": torch.float32}
+DTYPES = {"tokens": torch.int64, "prompt_mask": torch.uint8, "logprobs": torch.float32, "versions": torch.int32,
+          "turn_rewards": torch.float32}  # fmt: skip
 SCALARS = {"episode": torch.int64, "truncated": torch.uint8, "scores": torch.float32}
 
 
@@ -32,12 +35,6 @@ class EpisodeConfig:
     n: int = opt(1, "episodes per prompt")
 
 
-def max_episode_len(env: EnvConfig, gen: GenerationConfig, longest_prompt: int, n_positions: int) -> int:
-    """Return the maximum number of tokens of an episode."""
-    default = longest_prompt + 2 * env.max_turns * gen.max_new_tokens
-    return min(env.max_episode_len or default, n_positions)
-
-
 class EpisodeRollout:
     """Plays ``n`` episodes per prompt. Reads ``prompts row``.
 
@@ -45,12 +42,17 @@ class EpisodeRollout:
     ``turn_rewards`` are on the last sampled token before each reward; and ``episode truncated scores``: the sample
     number of the row's episode, and the discounted sum of its rewards, NaN for a failed one. Row ``k`` of an episode
     has sample number ``episode + k * n``.
+
+    With ``env.partial_tokens``, a prompt's row also has the groups ``carried`` from the prompts at its position of
+    earlier batches. It returns the first of them that is finished, if any.
     """
 
     config_type = EpisodeConfig
 
     def __init__(self, config: EpisodeConfig, context: InterfaceContext) -> None:
         self.config, self.context = config, context
+        self._paused: dict[EpisodeKey, int] = {}
+        self._carried: tuple[list[list[EpisodeGroup]], SequenceBatch] = [], SequenceBatch(())
 
     @cached_property
     def pool(self) -> EnvPool:
@@ -60,52 +62,103 @@ class EpisodeRollout:
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         env, gen, n = self.config.env, self.config.gen, self.config.n
-        max_len = max_episode_len(env, gen, max(batch.lengths("prompts"), default=1), engine.config.max_row_len)
-        n_episodes = max(1, min(env.max_episodes or 2 * gen.max_num_seqs, len(batch) * n))
+        chains, most = self._chains(batch), env.max_episodes or 2 * gen.max_num_seqs
+        n_episodes = max(1, min(most, sum(len(chain) * n for chain in chains)))
+        options = RolloutOptions(env, gen, self.context.seed, engine.config.max_row_len, n_episodes,
+                                 env.partial_tokens, engine.version)  # fmt: skip
+        max_len = max((options.max_len(len(group.tokens)) for chain in chains for group in chain), default=1)
+        drivers: list[EpisodeDriver] = []
 
         def make_driver() -> EpisodeDriver:
-            columns = (batch.columns[key].rows() for key in ("prompts", "row"))
-            rows = zip(batch.ids, *columns, strict=True)
-            prompts = [PromptRow(i.prompt, tokens.tolist(), json.loads(bytes(row.tolist()))) for i, tokens, row in rows]
-            return EpisodeDriver(
-                self.pool, self.context.tokenizer, prompts, n, env, gen, self.context.seed, max_len, n_episodes
-            )
+            groups = [group for chain in chains for group in chain]
+            drivers.append(EpisodeDriver(self.pool, self.context.tokenizer, groups, options, self._paused))
+            return drivers[0]
 
         result = engine.sample_turns(make_driver, gen, self.context.seed, max_len, n_episodes)
-        episodes = msgspec.msgpack.decode(result, type=list[Episode])
+        self._paused = drivers[0].paused if drivers else {}
+        groups = deque(msgspec.msgpack.decode(result, type=list[EpisodeGroup]))
+        chains = [[groups.popleft() for _ in chain] for chain in chains]
+        done = [(row.prompt, group) for row, chain in zip(batch.ids, chains, strict=True) if (group := finished(chain))]
+        self._carried = chains, batch
+        episodes = [episode for _, group in done for episode in group.episodes]
         if failed := next((one for one in episodes if one.failure), None):
             prompt, sample = failed.key
             self.context.report_failure(f"{env.cls}, episode {sample} of prompt {prompt}: {failed.failure}")
-        return episode_rows(episodes, n, env.turn_discount, batch["prompts"].device), episode_stats(episodes)
+        rows = episode_rows(done, n, env.turn_discount, batch["prompts"].device)
+        stats = episode_stats(episodes)
+        if env.partial_tokens:
+            stats |= partial_stats(episodes, chains, engine.version)
+        return rows, stats
+
+    def _chains(self, batch: SequenceBatch) -> list[list[EpisodeGroup]]:
+        """Return the groups to play for each prompt: those carried from earlier steps, and its own."""
+        chains = []
+        keys = ("prompts", "row", *(("carried",) if "carried" in batch.columns else ()))
+        for row, *values in zip(batch.ids, *(batch.columns[key].rows() for key in keys), strict=True):
+            tokens, fields, *carried = (value.cpu().numpy() for value in values)
+            chain = msgspec.msgpack.decode(carried[0].tobytes(), type=list[EpisodeGroup]) if carried else []
+            new = EpisodeGroup.new(row.prompt, tokens.tolist(), json.loads(fields.tobytes()), self.config.n)
+            chains.append([*chain, new])
+        return chains
+
+    def carry(self) -> SequenceBatch:
+        """Return the groups that are not finished, one row per prompt of the last batch."""
+        chains, batch = self._carried
+        rows = [np.frombuffer(msgspec.msgpack.encode(chain), np.uint8) for chain in chains]
+        data = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0, dtype=torch.uint8)
+        column = Column(on_device(data, batch["prompts"].device), tuple(map(len, rows)))
+        return SequenceBatch(batch.ids, {"carried": column})
 
     def close(self) -> None:
         if "pool" in self.__dict__:
             self.pool.close()
 
 
-def episode_rows(episodes: Sequence[Episode], n: int, turn_discount: float, device: torch.device) -> SequenceBatch:
-    """Return the columns of ``EpisodeRollout``."""
+def finished(chain: list[EpisodeGroup]) -> EpisodeGroup | None:
+    """Remove and return the first group whose episodes have all ended."""
+    group = next((group for group in chain if group.is_over), None)
+    if group is not None:
+        chain.remove(group)
+    return group
+
+
+def episode_rows(
+    groups: Sequence[tuple[int, EpisodeGroup]], n: int, turn_discount: float, device: torch.device
+) -> SequenceBatch:
+    """Return the columns of ``EpisodeRollout`` and ``versions``, of groups with the prompts of their rows."""
     columns = {key: list[float]() for key in DTYPES}
     ids, lengths, scalars = list[RowId](), list[int](), list[tuple[int, bool, float]]()
-    for one in episodes:
-        prompt, sample = one.key
-        for number, row in enumerate(one.rows):
-            rewards = [0.0] * len(row.tokens)
-            for at, index, reward in one.rewards:
-                if at == number:
-                    rewards[index] += reward
-            columns["tokens"] += row.tokens
-            columns["prompt_mask"] += [1 - sampled for sampled in row.sampled]
-            columns["logprobs"] += row.logprobs
-            columns["turn_rewards"] += rewards
-            lengths.append(len(row.tokens))
-            ids.append(RowId(prompt, sample + number * n))
-            scalars.append((sample, one.truncated and number == one.last[0], one.score(turn_discount)))
+    for prompt, group in groups:
+        for one in group.episodes:
+            for number, row in enumerate(one.rows):
+                rewards = [0.0] * len(row.tokens)
+                for at, index, reward in one.rewards:
+                    if at == number:
+                        rewards[index] += reward
+                columns["tokens"] += row.tokens
+                columns["prompt_mask"] += [1 - sampled for sampled in row.sampled]
+                columns["logprobs"] += row.logprobs
+                columns["versions"] += row.versions
+                columns["turn_rewards"] += rewards
+                lengths.append(len(row.tokens))
+                sample = one.key[1]
+                ids.append(RowId(prompt, sample + number * n))
+                scalars.append((sample, one.truncated and number == one.last[0], one.score(turn_discount)))
     shape = tuple(lengths)
     found = {key: Column(on_device(torch.tensor(columns[key], dtype=DTYPES[key]), device), shape) for key in DTYPES}
-    for (key, dtype), values in zip(SCALARS.items(), zip(*scalars, strict=True), strict=True):
+    for (key, dtype), values in zip(SCALARS.items(), zip(*scalars, strict=True) if scalars else ((),) * 3, strict=True):
         found[key] = Column.scalars(on_device(torch.tensor(values, dtype=dtype), device))
     return SequenceBatch(tuple(ids), found)
+
+
+def partial_stats(episodes: Sequence[Episode], chains: Sequence[Sequence[EpisodeGroup]], version: int) -> Stats:
+    """Return the number of unfinished groups per prompt, and how many steps older the weights of tokens are."""
+    rows = [row for one in episodes for row in one.rows]
+    ages = sum((version - v) * s for row in rows for v, s in zip(row.versions, row.sampled, strict=True))
+    return {
+        "carried": (float(sum(map(len, chains))), float(len(chains))),
+        "token_age": (float(ages), float(sum(sum(row.sampled) for row in rows))),
+    }
 
 
 def episode_stats(episodes: Sequence[Episode]) -> Stats:

@@ -130,6 +130,14 @@ def truncation_warnings(ppo: PPOConfig, scores: tuple[float, float]) -> list[str
             "ppo.mask_too_long=True, or use rewards that are not lower"]  # fmt: skip
 
 
+def env_warnings(env: EnvConfig, ppo: PPOConfig) -> list[str]:
+    """Return a warning if tokens of older weights are trained without correction."""
+    if env.partial_tokens is None or ppo.recompute_logprobs:
+        return []
+    return ["env.partial_tokens without ppo.recompute_logprobs: tokens of older weights have no importance weights; "
+            "set ppo.recompute_logprobs=True"]  # fmt: skip
+
+
 def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
     """Return one line per combination of options that runs but is known to be biased or ineffective."""
     in_loss, in_reward = (ppo.kl_in is place and ppo.kl_ctl > 0 for place in (KLPlace.loss, KLPlace.reward))

@@ -140,7 +140,8 @@ def episode_call(name: str, role: str, env: EnvConfig, gen: GenerationConfig, n:
     """Return the call that plays ``n`` episodes per prompt."""
     interface = InterfaceSpec("episodes", {"env": to_plain(env), "gen": to_plain(gen), "n": n})
     outputs = (*RESPONSE, "logprobs", "turn_rewards", "episode", "truncated", "scores")
-    return MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), outputs, batch)
+    call = MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), outputs, batch)
+    return replace(call, outputs=(*outputs, "versions"), carried=("carried",)) if env.partial_tokens else call
 
 
 def episode_rewards(name: str, ppo: PPOConfig, batch: int) -> MFC:

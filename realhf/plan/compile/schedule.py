@@ -1,7 +1,7 @@
 """The scheduler of the master as a pure state machine: events in, actions out. No IO, no clock, no torch."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
@@ -241,12 +241,16 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class RowsReady:
-    """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker."""
+    """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker.
+
+    ``carried[rank]`` are those of prompts of the next step.
+    """
 
     mfc: str | None
     span: PromptRange
     outputs: dict[int, BatchMeta]
     state: State | None = None
+    carried: dict[int, BatchMeta] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,7 @@ class MasterState(Scheduler):
     """The scheduler of one run, with the locations of all rows. Only ``start`` and ``handle`` change it.
 
     ``replayed`` are calls whose results are known: they are not executed, and so their inputs are not transferred.
+    ``carried`` are rows on worker 0 for the prompts of the first step.
     """
 
     def __init__(
@@ -272,13 +277,16 @@ class MasterState(Scheduler):
         max_staleness: int = 0,
         strict_step_order: bool = False,
         replayed: Collection[tuple[str, PromptRange]] = (),
+        carried: BatchMeta | None = None,
     ) -> None:
         super().__init__(graph, schedule, max_staleness, strict_step_order)
         self.plan, self.replayed = plan, frozenset(replayed)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs))
+        keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs, *m.carried))
         self._columns = {key: transfer.ColumnIndex() for key in keys}
         self._stale: list[PromptRange] = []  # finished steps whose rows are still in the index
+        if carried is not None:
+            self._put(0, carried)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -306,17 +314,34 @@ class MasterState(Scheduler):
         no_rows = dict.fromkeys(range(event.span.start, event.span.stop), transfer.NO_ROWS)
         for key in keys:
             self._columns[key].prompts |= no_rows
-        for rank, meta in event.outputs.items():
-            producer, meta = transfer.RowHolders((rank,)), transfer.sorted_rows(meta)
-            known = [(self._columns[key], column) for key, column in meta.columns.items() if key in self._columns]
+        for rank, meta in chain(event.outputs.items(), event.carried.items()):
+            self._put(rank, meta)
+
+    def _put(self, rank: int, meta: BatchMeta) -> None:
+        """Record rows that are stored on a worker."""
+        producer, meta = transfer.RowHolders((rank,)), transfer.sorted_rows(meta)
+        known = [(self._columns[key], column) for key, column in meta.columns.items() if key in self._columns]
+        for index, column in known:
+            index.dtype = column.dtype
+        firsts = [i for i, row in enumerate(meta.ids) if not i or row.prompt != meta.ids[i - 1].prompt]
+        for start, stop in pairwise((*firsts, len(meta.ids))):
+            prompt, ids = meta.ids[start].prompt, meta.ids[start:stop]
             for index, column in known:
-                index.dtype = column.dtype
-            firsts = [i for i, row in enumerate(meta.ids) if not i or row.prompt != meta.ids[i - 1].prompt]
-            for start, stop in pairwise((*firsts, len(meta.ids))):
-                prompt, ids = meta.ids[start].prompt, meta.ids[start:stop]
-                for index, column in known:
-                    assert not index.prompts[prompt].ids, f"two workers produced rows of prompt {prompt}"
-                    index.prompts[prompt] = transfer.PromptRows(ids, column.lengths[start:stop], producer)
+                before = index.prompts.get(prompt, transfer.NO_ROWS)
+                assert not before.ids, f"two workers produced rows of prompt {prompt}"
+                index.prompts[prompt] = transfer.PromptRows(ids, column.lengths[start:stop], producer)
+
+    def carried_rows(self, step: int) -> BatchMeta | None:
+        """Return the rows that calls of earlier steps have left for the prompts of a step."""
+        span, parts = self.schedule.span(step), list[BatchMeta]()
+        for key in dict.fromkeys(key for mfc in self.graph.mfcs for key in mfc.carried):
+            index = self._columns[key]
+            found = [rows for prompt in range(span.start, span.stop) if (rows := index.prompts.get(prompt))]
+            ids = tuple(chain.from_iterable(rows.ids for rows in found))
+            lengths = tuple(chain.from_iterable(rows.lengths for rows in found))
+            parts += [BatchMeta(ids, {key: ColumnMeta(index.dtype or "uint8", lengths)})] if ids else []
+        assert len(parts) < 2, "calls carry rows under one key"
+        return parts[0] if parts else None
 
     def _forget_finished(self) -> None:
         for span, index in product(self._stale, self._columns.values()):
@@ -326,7 +351,8 @@ class MasterState(Scheduler):
     def _call(self, start: StartCall) -> Dispatch:
         mfc, span = self.graph[start.mfc], start.span
         prompts = self.prompts(mfc, span)
-        inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
+        carried = [key for key in mfc.carried if all(prompt in self._columns[key].prompts for prompt in prompts)]
+        inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in (*mfc.inputs, *carried)}
         first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in inputs.items()}
         shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # all rows of a key agree
         own = [rows for key, rows in inputs.items() if key not in shared]

@@ -45,7 +45,8 @@ class Rollout:
 class Manifest:
     """A checkpoint after ``step`` of ``n_steps`` steps, with the layouts of trained roles and the options.
 
-    ``accepted`` lists the differences (step, part) that earlier resumes have accepted.
+    ``accepted`` lists the differences (step, part) that earlier resumes have accepted. ``carried`` are rows for the
+    next step's prompts.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Manifest:
     options: dict[str, Any]
     accepted: list[tuple[int, str]] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
+    carried: BatchMeta | None = None
 
 
 def tmp_folder(folder: Path, step: int) -> Path:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs, GroupOptions
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeRow
+from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeGroup, EpisodeRow
 from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.algorithms.policy_gradient.rollout import episode_rows, episode_stats
 from realhf.api.batch_meta import RowId
@@ -36,7 +36,8 @@ def play(episode: Episode, requests: list[tuple[int, int, int]], whole_tokens: b
         episode.row.append(rest)
         assert episode.row.tokens == tokens
         reply = f"reply {number % 3}"
-        episode.append_reply(TurnOutput(episode.key, encode(reply), [-0.5] * len(encode(reply)), [], True), reply)
+        episode.append_sampled(TurnOutput(episode.key, encode(reply), [-0.5] * len(encode(reply)), [], True))
+        episode.end_reply(reply)
         contexts.append((list(tokens), encode(reply)))
         conversations.append([*conversation, reply])
         if number % 2:
@@ -68,7 +69,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(
 @settings(max_examples=examples(200), deadline=None)
 @given(REQUESTS, st.booleans())
 def test_every_reply_is_trained_once_in_its_context(requests: list[tuple[int, int, int]], whole_tokens: bool) -> None:
-    episode = Episode((3, 1), 0)
+    episode = Episode((3, 1))
     contexts = play(episode, requests, whole_tokens)
     found = []
     for row in episode.rows:
@@ -78,28 +79,28 @@ def test_every_reply_is_trained_once_in_its_context(requests: list[tuple[int, in
         found += [(row.tokens[:start], row.tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
     assert sorted(found) == sorted(contexts)
     assert episode.score(1.0) == sum(n for n in range(len(requests)) if n % 2)
-    batch = episode_rows([episode], 4, 1.0, torch.device("cpu"))
+    batch = episode_rows([(3, EpisodeGroup(3, [], {}, [episode]))], 4, 1.0, torch.device("cpu"))
     assert len(set(batch.ids)) == len(batch) == len(episode.rows) and {row.sample % 4 for row in batch.ids} == {1}
     assert float(batch["turn_rewards"].sum()) == episode.score(1.0) and int(batch["truncated"].sum()) == 1
     assert episode_stats([episode])["drifted"] == (0.0, float(sum(len(reply) for _, reply in contexts)))
 
 
 def test_drifted_tokens_are_counted() -> None:
-    episode = Episode((0, 0), 0)
+    episode = Episode((0, 0))
     play(episode, [(0, 0, 1), (1, 0, 2), (2, 0, 1)], whole_tokens=False)
     episode.rows[0].tokens[len(encode("user 1")) + len(encode("reply 0"))] += 1  # of the second message
     assert episode.rows[0].n_drifted == 2 * len(encode("reply 0"))
 
 
 def test_a_row_without_a_reply_is_dropped() -> None:
-    episode = Episode((0, 0), 0)
+    episode = Episode((0, 0))
     play(episode, [(0, 0, 1)], whole_tokens=False)
     episode.continue_messages([as_message("user 2")])
     episode.row.append(encode("user 2"))
     assert len(episode.rows) == 2
     episode.drop_empty_row()
     assert len(episode.rows) == 1 and episode.row.replies
-    empty = Episode((0, 0), 0, [EpisodeRow()])
+    empty = Episode((0, 0), [EpisodeRow()])
     empty.drop_empty_row()
     assert len(empty.rows) == 1
 

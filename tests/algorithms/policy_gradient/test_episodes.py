@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, PromptRow
-from realhf.algorithms.policy_gradient.episodes import Episode
-from realhf.algorithms.policy_gradient.rollout import episode_rows, episode_stats, max_episode_len
+from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, RolloutOptions
+from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeGroup
+from realhf.algorithms.policy_gradient.rollout import episode_rows, episode_stats
 from realhf.api.config import EnvConfig, GenerationConfig
 from realhf.apps.demo.arithmetic import character_tokenizer
 from realhf.apps.demo.make_tokenizer import EOS, PAD
@@ -65,23 +65,26 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
 
     def run(rows: list[Row], n: int = 1, max_len: int = 60, n_open: int = 2, **options: int) -> list[Episode]:
         pools.append(EnvPool(EnvOptions(f"{file}:Env")))
-        prompts = [PromptRow(7 * i, ids("1+1="), row) for i, row in enumerate(rows)]
+        groups = [EpisodeGroup.new(7 * i, ids("1+1="), row, n) for i, row in enumerate(rows)]
         gen = GenerationConfig(max_new_tokens=4)
-        driver = EpisodeDriver(pools[-1], TOKENIZER, prompts, n, EnvConfig(**options), gen, 3, max_len, n_open)
+        limits = RolloutOptions(EnvConfig(**options), gen, 3, max_len, n_open)
+        driver = EpisodeDriver(pools[-1], TOKENIZER, groups, limits)
         waiting: list[TurnInput] = []
         counts: dict[EpisodeKey, int] = {}
         outputs: list[TurnOutput] = []
         most = 0
         while not (request := driver.next(outputs, not waiting)).done:
             waiting += request.inputs
-            most = max(most, len(driver._open))
+            most = max(most, len(driver._by_number))
             turn = waiting.pop(0)
             count = counts[turn.key] = counts.get(turn.key, 0) + 1
             tokens = [*ids(str(count)), STOP][: turn.limit]
             logprobs = [-float(count)] * len(tokens)
             outputs = [TurnOutput(turn.key, tokens, logprobs, logprobs, tokens[-1] == STOP)]
         assert most <= n_open
-        return msgspec.msgpack.decode(driver.result(), type=list[Episode])
+        found = msgspec.msgpack.decode(driver.result(), type=list[EpisodeGroup])
+        assert all(group.is_over for group in found)
+        return [episode for group in found for episode in group.episodes]
 
     yield run
     for pool in pools:
@@ -102,7 +105,8 @@ def test_tokens_masks_and_rewards(play: Callable[..., list[Episode]]) -> None:
 def test_columns_and_statistics(play: Callable[..., list[Episode]]) -> None:
     last = {"reward": 1.0, "done": True, "info": {"right": True}}
     episodes = play([{"turns": [{"text": "+", "reward": 0.5}, last]}, {"turns": ["raise"]}], n=2)
-    batch = episode_rows(episodes, 2, 1.0, torch.device("cpu"))
+    groups = [(one.key[0], EpisodeGroup(one.key[0], [], {}, [one])) for one in episodes]
+    batch = episode_rows(groups, 2, 1.0, torch.device("cpu"))
     assert [(i.prompt, i.sample) for i in batch.ids] == [(0, 0), (0, 1), (7, 0), (7, 1)]
     assert batch["scores"].tolist()[:2] == [1.5, 1.5] and batch["scores"][2:].isnan().all()
     assert (batch.columns["turn_rewards"].rows()[0] != 0).nonzero().flatten().tolist() == [5, 8]
@@ -165,17 +169,19 @@ def test_seeds_are_of_the_prompt_or_of_the_sample(tmp_path: Path) -> None:
     found = {}
     for per_sample in (False, True):
         pool = EnvPool(EnvOptions(f"{file}:Env"))
-        prompts = [PromptRow(i, [5], {}) for i in range(2)]
-        config = EnvConfig(seed_per_sample=per_sample)
-        driver = EpisodeDriver(pool, TOKENIZER, prompts, 3, config, GenerationConfig(), 1, 9, 9)
+        groups = [EpisodeGroup.new(i, [5], {}, 3) for i in range(2)]
+        options = RolloutOptions(EnvConfig(seed_per_sample=per_sample), GenerationConfig(), 1, 9, 9)
+        driver = EpisodeDriver(pool, TOKENIZER, groups, options)
         while not driver.next([], True).done:
             pass
         pool.close()
-        found[per_sample] = [episode.info["seed"] for episode in driver.episodes]
+        found[per_sample] = [episode.info["seed"] for group in driver.groups for episode in group.episodes]
     assert len(set(found[False])) == 2 and len(set(found[True])) == 6
 
 
 def test_the_length_of_an_episode_is_bounded() -> None:
-    env, gen = EnvConfig(max_turns=3), GenerationConfig(max_new_tokens=10)
-    assert max_episode_len(env, gen, 7, 1000) == 67 and max_episode_len(env, gen, 7, 50) == 50
-    assert max_episode_len(EnvConfig(max_episode_len=20), gen, 7, 50) == 20
+    def longest(n_positions: int, **options: int) -> int:
+        env = EnvConfig(max_turns=3, **options)
+        return RolloutOptions(env, GenerationConfig(max_new_tokens=10), 1, n_positions, 1).max_len(7)
+
+    assert (longest(1000), longest(50), longest(50, max_episode_len=20)) == (67, 50, 20)

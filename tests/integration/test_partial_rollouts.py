@@ -1,0 +1,83 @@
+"""Partial rollouts: episodes that go on in later steps, with the version of every token, layouts and interruptions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Run, same_curve, start
+from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, kill_environments, loose, words  # noqa: F401
+from tests.integration.test_resume import files, kill, resume
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+PARTIAL = ["env.partial_tokens=4", "ppo.recompute_logprobs=True"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_partial_rollouts_do_not_depend_on_the_layout(
+    kind: str, words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path  # noqa: F811
+) -> None:
+    options = [*words, loose, *KINDS[kind], *PARTIAL, "exp_ctrl.total_train_steps=4"]
+    runs = realhf_all(kind, tmp_path, LAYOUTS, options)
+    whole = runs["d1"]
+    assert [line["actor_gen/carried"] > 0 for line in whole.curve[:3]] == [True] * 3
+    assert max(line["actor_gen/token_age"] for line in whole.curve) > 0
+    assert whole.curve[-1]["actor_train/grad_norm"] > 0
+    for name, run in runs.items():
+        assert same_curve(whole, run) == [], name
+        for step in range(1, 5):
+            assert [row["turns"] for row in run.generations(step)] == [row["turns"] for row in whole.generations(step)]
+
+
+def test_with_constant_weights_the_episodes_are_those_of_whole_rollouts(
+    words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path  # noqa: F811
+) -> None:
+    """Nothing is lost, repeated or sampled otherwise; an episode's log-probabilities are those of the policy."""
+    options = [*words, loose, *KINDS["grpo"], "actor.optimizer.lr=0", "exp_ctrl.total_train_steps=6"]
+    partial = ["env.partial_tokens=3", "ppo.recompute_logprobs=True"]
+    runs = realhf_all("grpo", tmp_path, {"whole": [], "partial": partial}, options)
+    episodes = {}
+    for name, run in runs.items():
+        rows = [row for step in range(1, 7) for row in run.generations(step)]
+        episodes[name] = sorted(json.dumps([row["prompt"], row["turns"]]) for row in rows)
+    rest = list(episodes["whole"])
+    for episode in episodes["partial"]:
+        rest.remove(episode)
+    assert len(episodes["partial"]) >= len(rest) > 0
+    assert all(line["actor_train/logprob_diff"] < 1e-4 for line in runs["partial"].curve)
+
+
+OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=9", "n_gpus_per_node=2", *KINDS["grpo"], *PARTIAL]
+
+
+def test_kills_do_not_change_a_partial_rollout(
+    words: list[str], loose: str, realhf: Callable[..., Run], tmp_path: Path  # noqa: F811
+) -> None:
+    """Of the master, of a worker, and of environments; paused environments are played again."""
+    options = [*words, loose, *OFTEN]
+    whole = realhf("grpo", tmp_path / "whole", options)
+    for whom in ("master", "worker"):
+        started = start("grpo", tmp_path / whom, options)
+        started.wait_for_checkpoint()
+        kill(started, 4, whom)
+        found = resume(started.root)
+        assert found.code == 0, found.output
+        assert found.curve == whole.curve and files(found) == files(whole), whom
+    started = start("grpo", tmp_path / "environment", options)
+    n_killed = kill_environments(started)
+    found = started.finish()
+    assert found.code == 0, found.output
+    assert n_killed > 2 and found.curve == whole.curve and files(found) == files(whole)
+
+
+@pytest.mark.parametrize(
+    "option, problem",
+    [("max_staleness=1", "a partial rollout already uses older weights"),
+     ("ppo.dynamic_sampling=True", "unfinished prompts would be replaced")],
+)  # fmt: skip
+def test_options_that_exclude_each_other(
+    option: str, problem: str, words: list[str], loose: str, tmp_path: Path  # noqa: F811
+) -> None:
+    run = start("grpo", tmp_path, [*words, loose, *KINDS["grpo"], *PARTIAL, option]).finish()
+    assert run.code == 2 and problem in run.output
