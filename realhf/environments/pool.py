@@ -31,7 +31,8 @@ Json = dict[str, Any]
 class EnvOptions:
     """Options of a pool. ``timeout`` is in seconds, per request; ``max_concurrency`` is for ``async`` environments.
 
-    ``tool_format``, a key of ``TOOL_CALL_PARSERS``, is how replies call tools.
+    ``tool_format``, a key of ``TOOL_CALL_PARSERS``, is how replies call tools. ``sandbox`` isolates the processes after
+    they have loaded the class.
     """
 
     cls: str
@@ -41,6 +42,7 @@ class EnvOptions:
     max_concurrency: int = 64
     memory_gb: float = 4.0
     tool_format: str = "hermes"
+    sandbox: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,10 @@ class EnvPool:
             worker.send()
         except EOFError:
             return answers + self._ended(worker, DIED, "")
+        except (ValueError, LookupError, TypeError) as error:
+            return answers + self._ended(
+                worker, DIED, f"the environment's process sent an invalid reply: {error!r:.200}"
+            )
         if time.monotonic() > worker.deadline:
             answers += self._ended(worker, TIMEOUT, f"no answer after {self.options.timeout:g} s (env.timeout)")
         return answers
@@ -289,7 +295,10 @@ class EnvPool:
         if "ready" in message:
             worker.capacity, worker.n_starts = self.options.max_concurrency if message["asynchronous"] else 1, 0
             return []
-        request = worker.running.pop(message["id"])
+        request = worker.running[message["id"]]
+        if "error" not in message and request.op != "close":
+            turn_of(message["turn"])  # an invalid one ends the process
+        del worker.running[request.number]
         if request.op == "close" or request.episode not in worker.history:
             return []
         if request.expected is None and request.episode in self._lost:

@@ -8,12 +8,14 @@ kills the process when a request exceeds its deadline; the process ends by itsel
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from typing import Any
@@ -23,26 +25,43 @@ from realhf.environments.loading import load_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.types import Reply, Turn, reply_of, turn_to_json
 
+SECONDS_PER_YEAR = 365 * 86400
+
 
 def main(options: dict[str, Any]) -> None:
     """Serve until stdin is closed."""
     requests, replies = take_over_streams()
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    threading.Thread(target=die_with_parent, args=(requests, options["timeout"]), daemon=True).start()
+    loop = asyncio.new_event_loop()  # needs a socket
     limit(resource.RLIMIT_DATA, int(options["memory_gb"] * 2**30))
     try:
         make = load_class(options["cls"])
+        if options["sandbox"]:
+            isolate(int(options["memory_gb"] * 2**30))
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
+    threading.Thread(target=die_with_parent, args=(requests, options["timeout"]), daemon=True).start()
     methods = (getattr(make, name, None) for name in ("reset", "step"))
     asynchronous = any(map(inspect.iscoroutinefunction, methods))
     send(replies, {"ready": True, "asynchronous": asynchronous})
-    asyncio.run(EnvServer(make, options["options"], options["tool_format"], replies).run(requests))
+    loop.run_until_complete(EnvServer(make, options["options"], options["tool_format"], replies).run(requests))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that environments left running
+    with contextlib.suppress(PermissionError):  # in a sandbox, where there are none
+        os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that environments left running
     os._exit(0)  # with their threads
+
+
+def isolate(memory: int) -> None:
+    """Isolate this process from files, network and other processes; OSError if the kernel does not permit it."""
+    from realhf.rewards.sandbox.isolation import Limits, restrict_program, restrict_server
+
+    isolation = restrict_server(namespaces=True)
+    if not (isolation.namespaces or isolation.landlock):
+        raise OSError("env.sandbox=True: this kernel permits neither namespaces nor Landlock")
+    folder = "/tmp" if isolation.namespaces else tempfile.mkdtemp(prefix="realhf-environment-")
+    restrict_program(isolation, Limits(memory=memory, file=2**28), SECONDS_PER_YEAR, folder)
 
 
 class EnvServer:
@@ -51,6 +70,7 @@ class EnvServer:
     def __init__(self, make: Any, options: dict[str, Any], tool_format: str, replies: int) -> None:
         self._make, self._options, self._replies = make, options, replies
         self._parse = TOOL_CALL_PARSERS[tool_format]
+        self._pid = os.getpid()
         self._environments: dict[int, Any] = {}
 
     async def run(self, requests: int) -> None:
@@ -68,6 +88,8 @@ class EnvServer:
             answer = {"turn": await self._answer(request)}
         except (Exception, SystemExit) as error:
             answer = error_reply(error)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a process that the environment has forked
         send(self._replies, {"id": request["id"], **answer})
 
     def _with_calls(self, reply: Reply) -> Reply:

@@ -7,7 +7,7 @@ from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConf
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC
-from realhf.experiments.options.checks import env_problems, reward_problems, score_range, unmet
+from realhf.experiments.options.checks import env_problems, env_warnings, reward_problems, score_range, unmet
 from realhf.experiments.options.models import episode_call, episode_rewards, reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
 
@@ -61,6 +61,9 @@ class PPOMathExperiment(PPOExperiment):
 
     def score_range(self) -> tuple[float, float]:
         return (-inf, inf) if self.env.cls else score_range(self.reward)
+
+    def warnings(self) -> list[str]:
+        return super().warnings() + (env_warnings(self.env, self.ppo) if self.env.cls else [])
 
     def problems(self) -> list[str]:
         rewards = env_problems(self.env, self.ppo, self.reward) if self.env.cls else reward_problems(self.reward)

@@ -50,6 +50,22 @@ class Broken(Counter):
                 for _ in range(20):
                     if os.fork() == 0:
                         time.sleep(1000)
+            case "forked copies":
+                for _ in range(3):
+                    os.fork()
+            case "invalid replies":
+                for fd in range(3, 64):
+                    try:
+                        os.write(fd, self.row["reply"].encode() + b"\n")
+                    except OSError:
+                        continue
+            case "fork bomb":
+                while True:
+                    os.fork()
+            case "network":
+                import socket
+
+                socket.create_connection(("127.0.0.1", 9), timeout=5)
             case "huge observation":
                 return Turn(text="x" * (1 << 30))
             case "memory":

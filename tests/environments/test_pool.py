@@ -71,8 +71,9 @@ FAULTS = {
     "no turn": ("error", "must return a Turn"),
     "wrong types": ("error", "must be"),
     "exit": ("error", "SystemExit"),
+    "network": ("error", "ConnectionRefusedError"),
 }
-HARMLESS = ("fork", "never done", "prints", "reads stdin", "special tokens", "slow close", "")
+HARMLESS = ("fork", "forked copies", "never done", "prints", "reads stdin", "special tokens", "slow close", "")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -95,6 +96,67 @@ def test_odd_behaviour_harms_no_episode(fault: str, pools: list[EnvPool]) -> Non
     odd = results.pop(1)
     assert not any(isinstance(turn, EnvFailure) for turn in odd)
     assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
+
+
+REPLIES = ["not JSON", "[]", "5", "{}", '{"id": 10000, "turn": {}}', '{"id": [], "turn": {}}', '{"id": null}', "\x00",
+           '{"fatal": 3, "id"', '{"id": 99999, "error": "x"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_a_process_that_sends_invalid_replies(reply: str, pools: list[EnvPool]) -> None:
+    """It is replaced; only the episode at fault fails."""
+    rows = [{"name": f"e{i}", "turns": 3} for i in range(4)]
+    rows[1] |= {"fault": "invalid replies", "reply": reply}
+    results = play(pool_of(pools, "Broken", timeout=20.0), rows)
+    failure = results.pop(1)[-1]
+    assert isinstance(failure, EnvFailure) and failure.kind == "died" and "invalid reply" in failure.detail
+    assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
+
+
+FORBIDDEN = {"network": "PermissionError", "fork": "PermissionError", "fork bomb": "PermissionError"}
+
+
+@pytest.mark.parametrize("fault", FORBIDDEN)
+def test_a_sandbox_forbids(fault: str, pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 3} for i in range(4)]
+    rows[1]["fault"] = fault  # type: ignore[assignment]
+    pools.append(EnvPool(EnvOptions(f"{FILE}:Broken", {}, 1, 20.0, sandbox=True)))
+    results = play(pools[-1], rows)
+    failure = results.pop(1)[-1]
+    assert isinstance(failure, EnvFailure) and failure.kind == "error" and FORBIDDEN[fault] in failure.detail
+    assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
+
+
+def test_an_episode_goes_on_in_another_pool(pools: list[EnvPool]) -> None:
+    """Its requests are played again; if one of them fails or differs, its next request fails."""
+    rows = [{"name": "a", "turns": 4}, {"name": "b", "turns": 4}]
+    first = pool_of(pools, "Counter", timeout=20.0)
+    histories = []
+    for number, row in enumerate(rows):
+        first.reset(number, row, 0)
+        first.poll(20)
+        first.step(number, Reply("x", [1]))
+        first.poll(20)
+        histories.append(first.history(number))
+    assert [[one.op for one in history] for history in histories] == [["reset", "step"]] * 2
+    for fault, problem in ((None, ""), ("a", "this environment is broken")):
+        second = pool_of(pools, "Counter", timeout=20.0, **({"fault": fault} if fault else {}))
+        for number, history in enumerate(histories):
+            second.restore(number, history)
+            second.step(number, Reply("y", [1]))
+        answers = {}
+        while len(answers) < 2:
+            answers |= {answer.episode: answer.result for answer in second.poll(20)}
+        assert answers[1] == Turn(text="b 2 y", reward=1.0)
+        if fault:
+            assert isinstance(answers[0], EnvFailure) and problem in answers[0].detail
+        else:
+            assert answers[0] == Turn(text="a 2 y", reward=1.0)
+    third = pool_of(pools, "Random", timeout=20.0)
+    third.restore(0, histories[0])
+    third.step(0, Reply("y", [1]))
+    (answer,) = third.poll(20)
+    assert isinstance(answer.result, EnvFailure) and "not deterministic" in answer.result.detail
 
 
 def test_forked_processes_are_killed(pools: list[EnvPool]) -> None:

@@ -16,7 +16,11 @@ PARTIAL = ["env.partial_tokens=4", "ppo.recompute_logprobs=True"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_partial_rollouts_do_not_depend_on_the_layout(
-    kind: str, words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path  # noqa: F811
+    kind: str,
+    words: list[str],
+    loose: str,
+    realhf_all: Callable[..., Runs],
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     options = [*words, loose, *KINDS[kind], *PARTIAL, "exp_ctrl.total_train_steps=4"]
     runs = realhf_all(kind, tmp_path, LAYOUTS, options)
@@ -31,7 +35,10 @@ def test_partial_rollouts_do_not_depend_on_the_layout(
 
 
 def test_with_constant_weights_the_episodes_are_those_of_whole_rollouts(
-    words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path  # noqa: F811
+    words: list[str],
+    loose: str,
+    realhf_all: Callable[..., Runs],
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     """Nothing is lost, repeated or sampled otherwise; an episode's log-probabilities are those of the policy."""
     options = [*words, loose, *KINDS["grpo"], "actor.optimizer.lr=0", "exp_ctrl.total_train_steps=6"]
@@ -52,7 +59,10 @@ OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=9", "n_gpus_p
 
 
 def test_kills_do_not_change_a_partial_rollout(
-    words: list[str], loose: str, realhf: Callable[..., Run], tmp_path: Path  # noqa: F811
+    words: list[str],
+    loose: str,
+    realhf: Callable[..., Run],
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     """Of the master, of a worker, and of environments; paused environments are played again."""
     options = [*words, loose, *OFTEN]
@@ -77,7 +87,11 @@ def test_kills_do_not_change_a_partial_rollout(
      ("ppo.dynamic_sampling=True", "unfinished prompts would be replaced")],
 )  # fmt: skip
 def test_options_that_exclude_each_other(
-    option: str, problem: str, words: list[str], loose: str, tmp_path: Path  # noqa: F811
+    option: str,
+    problem: str,
+    words: list[str],
+    loose: str,
+    tmp_path: Path,  # noqa: F811
 ) -> None:
     run = start("grpo", tmp_path, [*words, loose, *KINDS["grpo"], *PARTIAL, option]).finish()
     assert run.code == 2 and problem in run.output

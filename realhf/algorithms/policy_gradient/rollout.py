@@ -58,7 +58,7 @@ class EpisodeRollout:
     def pool(self) -> EnvPool:
         env = self.config.env
         limits = env.workers, env.timeout, env.max_concurrency, env.memory_gb
-        return EnvPool(EnvOptions(env.cls, dict(env.options), *limits, env.tool_format))
+        return EnvPool(EnvOptions(env.cls, dict(env.options), *limits, env.tool_format, env.sandbox))
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         env, gen, n = self.config.env, self.config.gen, self.config.n

@@ -22,6 +22,7 @@ class EnvConfig:
                                            "next step with newer weights", COUNT)  # fmt: skip
     timeout: float = opt(30.0, "timeout of reset, step and close in seconds", SECONDS)
     memory_gb: float = opt(4.0, "memory limit of an environment process", GIGABYTES)
+    sandbox: bool = opt(False, "run environments without network, child processes and files (Linux)")
     seed_per_sample: bool = opt(False, "different seeds for the samples of a prompt (default: one seed per prompt)")
     turn_discount: float = opt(1.0, "discount of rewards per turn", FRACTION)
     max_failures: float = opt(0.05, "stop the run when more than this fraction of a step's episodes fails", FRACTION)
