@@ -1,4 +1,5 @@
 """Partial rollouts: episodes that go on in later steps, with the version of every token, layouts and interruptions."""
+# ruff: noqa: F401, F811  (fixtures)
 
 import json
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Run, same_curve, start
-from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, kill_environments, loose, words  # noqa: F401
+from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, kill_environments, loose, words
 from tests.integration.test_resume import files, kill, resume
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -20,7 +21,7 @@ def test_partial_rollouts_do_not_depend_on_the_layout(
     words: list[str],
     loose: str,
     realhf_all: Callable[..., Runs],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     options = [*words, loose, *KINDS[kind], *PARTIAL, "exp_ctrl.total_train_steps=4"]
     runs = realhf_all(kind, tmp_path, LAYOUTS, options)
@@ -38,7 +39,7 @@ def test_with_constant_weights_the_episodes_are_those_of_whole_rollouts(
     words: list[str],
     loose: str,
     realhf_all: Callable[..., Runs],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """Nothing is lost, repeated or sampled otherwise; an episode's log-probabilities are those of the policy."""
     options = [*words, loose, *KINDS["grpo"], "actor.optimizer.lr=0", "exp_ctrl.total_train_steps=6"]
@@ -62,7 +63,7 @@ def test_kills_do_not_change_a_partial_rollout(
     words: list[str],
     loose: str,
     realhf: Callable[..., Run],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """Of the master, of a worker, and of environments; paused environments are played again."""
     options = [*words, loose, *OFTEN]
@@ -91,7 +92,7 @@ def test_options_that_exclude_each_other(
     problem: str,
     words: list[str],
     loose: str,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     run = start("grpo", tmp_path, [*words, loose, *KINDS["grpo"], *PARTIAL, option]).finish()
     assert run.code == 2 and problem in run.output

@@ -18,8 +18,8 @@ class EnvConfig:
     max_episode_len: int | None = opt(None, "maximum tokens of an episode (default: the prompt, and max_turns times "
                                             "max_new_tokens twice)", COUNT)  # fmt: skip
     max_episodes: int | None = opt(None, "open episodes per model replica (default: 2 * max_num_seqs)", COUNT)
-    partial_tokens: int | None = opt(None, "partial rollout: tokens that an episode samples per step; it goes on in the "
-                                           "next step with newer weights", COUNT)  # fmt: skip
+    partial_tokens: int | None = opt(None, "partial rollout: tokens that an episode samples per step; it goes on in "
+                                           "the next step with newer weights", COUNT)  # fmt: skip
     timeout: float = opt(30.0, "timeout of reset, step and close in seconds", SECONDS)
     memory_gb: float = opt(4.0, "memory limit of an environment process", GIGABYTES)
     sandbox: bool = opt(False, "run environments without network, child processes and files (Linux)")

@@ -63,7 +63,7 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, reward: RewardConfig) -> list[s
     return check_class(env.cls) + unmet([
         (env.tool_format in TOOL_CALL_PARSERS, f"env.tool_format={env.tool_format}: it must be one of {known}"),
         (not env.sandbox or not env.cls.startswith("realhf.environments.agents"),
-         "env.sandbox=True has no network, and agents need one: isolate the program yourself, for example in a container"),
+         "env.sandbox=True has no network, and agents need one: isolate the program yourself, as in a container"),
         (reward == RewardConfig(), "env.cls and reward.* are set: rewards come from the environment"),
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
