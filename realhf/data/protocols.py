@@ -105,7 +105,8 @@ class Engine(Protocol):
 class InterfaceContext:
     """The worker's properties that an interface can use. ``tokenizer`` is None for models that read no text.
 
-    ``report_failure`` takes the description of a response without a reward, for the user.
+    ``report_failure`` takes the description of a response without a reward, for the user. ``add_span`` takes the name,
+    the start and the duration, in microseconds of the wall clock, of a call in another process, for the trace.
     """
 
     seed: int
@@ -113,6 +114,7 @@ class InterfaceContext:
     run_root: Path
     dp_rank: int = 0
     report_failure: Callable[[str], None] = lambda text: None
+    add_span: Callable[[str, int, int], None] = lambda name, start_us, duration_us: None
 
 
 class Interface(Protocol):

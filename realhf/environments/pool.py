@@ -56,11 +56,12 @@ class EnvFailure:
 
 @dataclass(frozen=True)
 class EnvAnswer:
-    """The result of a request. ``seconds`` is the time from its start to the result."""
+    """The result of a request ``op``. ``seconds`` is the time from its start to the result."""
 
     episode: int
     result: Turn | EnvFailure
     seconds: float = 0.0
+    op: str = ""
 
 
 @dataclass
@@ -310,7 +311,7 @@ class EnvPool:
         if request.expected is None:
             history.append((request, turn))
             del worker.deaths[request.episode]
-            return [EnvAnswer(request.episode, turn_of(turn), time.monotonic() - request.started)]
+            return [EnvAnswer(request.episode, turn_of(turn), time.monotonic() - request.started, request.op)]
         if turn != request.expected:
             detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
             self._lost[request.episode] = EnvFailure(DIED, detail)

@@ -232,7 +232,7 @@ class ModelWorker:
             shared = (judge for *judge_key, judge in judges if mfc.role is None and tuple(judge_key) == key)
             if (interface := next(shared, None)) is None:
                 context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, key[1],
-                                           self.failures.append)  # fmt: skip
+                                           self.failures.append, self.spans.add_concurrent)  # fmt: skip
                 interface = build_interface(mfc.interface, context)
                 judges += [(*key, interface)] if mfc.role is None else []
             interfaces[mfc.name] = interface
@@ -298,7 +298,7 @@ class ModelWorker:
 
     def _done(self, request: int, step: int, **results: Any) -> None:
         spans = self.spans.take()
-        trace = trace_lines(spans, self.rank, step)
+        trace = trace_lines(spans, self.rank, step, self.spans.take_concurrent())
         metrics = tuple(metric.measure(spans) for metric in WORKER_METRICS)
         self.send(messages.Done(request, self.rank, trace=trace, metrics=metrics, **results))
 

@@ -183,6 +183,40 @@ def test_failed_episodes_are_dropped_and_counted(
     )
 
 
+SOMETIMES = """
+import random
+from pathlib import Path
+from realhf.environments import Turn
+from loose import Loose
+
+
+class Sometimes(Loose):
+    \"\"\"Fails once for each prompt, as a service that was not reachable.\"\"\"
+
+    def step(self, reply):
+        flag = Path(__file__).with_name(f"failed-{self.secret}")
+        if not flag.exists():
+            flag.write_text("")
+            raise ConnectionError("the service is not reachable")
+        return super().step(reply)
+"""
+
+
+def test_a_retried_episode_is_the_same(
+    words: list[str], loose: str, realhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    file = Path(loose.removeprefix("env.cls=").removesuffix(":Loose")).with_name("sometimes.py")
+    file.write_text(SOMETIMES)
+    options = [*words, *KINDS["grpo"], "exp_ctrl.total_train_steps=2"]
+    whole = realhf("grpo", tmp_path / "whole", [*options, loose])
+    run = realhf("grpo", tmp_path / "retried", [*options, f"env.cls={file}:Sometimes", "env.retries=1"])
+    assert run.curve[0]["env/failed"] == 0 and run.curve[0]["actor_gen/retried"] > 0
+    for step in (1, 2):
+        assert [row["turns"] for row in run.generations(step)] == [row["turns"] for row in whole.generations(step)]
+    names = {json.loads(line.rstrip(",\n"))["name"] for line in (run.root / "trace.json").open() if '"name"' in line}
+    assert {"environment/reset", "environment/step"} <= names
+
+
 def test_too_many_failures_stop_the_run(words: list[str], flaky: str, tmp_path: Path) -> None:
     started = start("grpo", tmp_path, [*words, flaky, "env.options={fault: raise, most: 8}", "ppo.group_size=2"])
     run = started.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from realhf.base.seeds import stable_seed
 from realhf.data.chat import ChatEncoder
 from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput, TurnRequest
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvFailure, EnvPool
+from realhf.environments.pool import EnvAnswer, EnvFailure, EnvPool
+
+MAX_SPANS = 1000
+"""Calls of environments in the trace, per rollout and worker."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ class EpisodeDriver:
     """Plays the episodes of groups of equal size: passes replies to environments, and their turns to the engine.
 
     An episode ends when its environment is done or fails, after ``max_turns`` replies, or at ``max_len`` tokens of a
-    row; the last two are truncated. It pauses after ``max_tokens``. The engine's sample ``sample + k * n`` is row
-    ``k`` of an episode. One row of an episode is open at a time. ``paused`` are the numbers of paused episodes whose
-    environments live.
+    row; the last two are truncated. One that fails is played again up to ``retries`` times. It pauses after
+    ``max_tokens``. The engine's sample ``sample + k * n`` is row ``k`` of an episode. One row of an episode is open at
+    a time. ``paused`` are the numbers of paused episodes whose environments live; ``spans`` are calls of environments,
+    for the trace.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class EpisodeDriver:
         self._pending = deque((e, group) for group in groups for e in group.episodes if not e.is_over)
         self._by_key: dict[EpisodeKey, _OpenEpisode] = {}
         self._by_number: dict[int, _OpenEpisode] = {}
+        self.spans: list[tuple[str, int, int]] = []
         self.paused = dict(paused or {})
         for key in self.paused.keys() - {episode.key for episode, _ in self._pending}:
             pool.end(self.paused.pop(key))
@@ -90,11 +96,17 @@ class EpisodeDriver:
             for answer in self._pool.poll(wait_s):
                 one = self._by_number[answer.episode]
                 one.episode.seconds.append(answer.seconds)
+                self._record(answer)
                 self._answered(one, answer.result, request)
             self._start(request)
             if not is_idle or request.inputs or not self._by_number:
                 break
         return TurnRequest(request.inputs, request.closed, done=is_idle and not request.inputs and not self._by_number)
+
+    def _record(self, answer: EnvAnswer) -> None:
+        if answer.op and len(self.spans) < MAX_SPANS:
+            duration = int(answer.seconds * 1e6)
+            self.spans.append((f"environment/{answer.op}", time.time_ns() // 1000 - duration, duration))
 
     def _start(self, request: TurnRequest) -> None:
         options = self._options
@@ -102,16 +114,31 @@ class EpisodeDriver:
             episode, group = self._pending.popleft()
             known, max_len = self.paused.pop(episode.key, None), options.max_len(len(group.tokens))
             number = self._pool.new_number() if known is None else known
-            one = _OpenEpisode(episode, group, number, max_len, options.max_tokens or max_len * options.env.max_turns)
+            one = _OpenEpisode(episode, group, number, max_len, self._most_tokens(max_len))
             self._by_key[episode.key] = self._by_number[one.number] = one
             if episode.history:
                 if known is None:
                     self._pool.restore(one.number, episode.history)
                 self._sample([], one, request)
                 continue
-            prompt, sample = episode.key
-            parts = ("environment", options.seed, prompt, *([sample] if options.env.seed_per_sample else []))
-            self._pool.reset(one.number, group.row, stable_seed(*parts))
+            self._reset(one)
+
+    def _most_tokens(self, max_len: int) -> int:
+        return self._options.max_tokens or max_len * self._options.env.max_turns
+
+    def _reset(self, one: _OpenEpisode) -> None:
+        prompt, sample = one.episode.key
+        parts = ("environment", self._options.seed, prompt, *([sample] if self._options.env.seed_per_sample else []))
+        self._pool.reset(one.number, one.group.row, stable_seed(*parts))
+
+    def _play_again(self, one: _OpenEpisode, request: TurnRequest) -> None:
+        """Start an episode again that has failed; with a deterministic environment it is the same."""
+        failed = one.episode
+        one.episode = Episode(failed.key, seconds=failed.seconds, retries=failed.retries + 1)
+        one.group.episodes[one.group.episodes.index(failed)] = one.episode
+        self._close(one, request)
+        one.row, one.is_truncated, one.left = None, False, self._most_tokens(one.max_len)
+        self._reset(one)
 
     def _sampled(self, one: _OpenEpisode, output: TurnOutput, request: TurnRequest) -> None:
         episode, row = one.episode, one.episode.row
@@ -127,6 +154,9 @@ class EpisodeDriver:
 
     def _answered(self, one: _OpenEpisode, result: Turn | EnvFailure, request: TurnRequest) -> None:
         episode, options = one.episode, self._options
+        if isinstance(result, EnvFailure) and episode.retries < options.env.retries:
+            self._play_again(one, request)
+            return
         if isinstance(result, EnvFailure):
             episode.failure = f"{result.kind}: {result.detail}\n{result.traceback}".strip()
             self._end(one, request)

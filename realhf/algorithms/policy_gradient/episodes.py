@@ -101,6 +101,7 @@ class Episode:
     reply_left: int = 0
     history: list[PastRequest] = field(default_factory=list)
     is_over: bool = False
+    retries: int = 0
 
     @property
     def row(self) -> EpisodeRow:

@@ -76,6 +76,8 @@ class EpisodeRollout:
 
         result = engine.sample_turns(make_driver, gen, self.context.seed, max_len, n_episodes)
         self._paused = drivers[0].paused if drivers else {}
+        for span in drivers[0].spans if drivers else ():
+            self.context.add_span(*span)
         groups = deque(msgspec.msgpack.decode(result, type=list[EpisodeGroup]))
         chains = [[groups.popleft() for _ in chain] for chain in chains]
         done = [(row.prompt, group) for row, chain in zip(batch.ids, chains, strict=True) if (group := finished(chain))]
@@ -172,6 +174,7 @@ def episode_stats(episodes: Sequence[Episode]) -> Stats:
     rows = [row for one in episodes for row in one.rows]
     stats: Stats = {
         "failed": (n - n_good, n),
+        "retried": (float(sum(one.retries for one in episodes)), n),
         "turns": (float(sum(one.n_turns for one in good)), n_good),
         "rows": (float(sum(len(one.rows) for one in good)), n_good),
         "drifted": (float(sum(row.n_drifted for row in rows)), float(sum(sum(row.sampled) for row in rows))),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.config.option import COUNT, FILE, FRACTION, GIGABYTES, SECONDS, opt
+from realhf.api.config.option import COUNT, FILE, FRACTION, GIGABYTES, NATURAL, SECONDS, opt
 
 
 @dataclass
@@ -25,4 +25,5 @@ class EnvConfig:
     sandbox: bool = opt(False, "run environments without network, child processes and files (Linux)")
     seed_per_sample: bool = opt(False, "different seeds for the samples of a prompt (default: one seed per prompt)")
     turn_discount: float = opt(1.0, "discount of rewards per turn", FRACTION)
+    retries: int = opt(0, "play an episode again that has failed, up to so many times", NATURAL)
     max_failures: float = opt(0.05, "stop the run when more than this fraction of a step's episodes fails", FRACTION)

@@ -125,6 +125,8 @@ GENERATION = (
                   "actor_gen/truncated"),
     MetricPattern("{call}/turns", "turns", "turns", "mean number of replies of the model per episode",
                   "actor_gen/turns"),
+    MetricPattern("{call}/retried", "episodes played again", "episodes", "mean number of retries per episode",
+                  "actor_gen/retried"),
     MetricPattern("{call}/rows", "rows per episode", "rows", "mean number of conversations of an agent per episode",
                   "actor_gen/rows"),
     MetricPattern("{call}/carried", "unfinished prompts", "prompts",

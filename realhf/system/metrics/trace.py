@@ -1,9 +1,11 @@
 """Chrome trace events of a worker's spans. Workers format them, which keeps the master's work per reply small."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
+
+from realhf.base.timers import lanes_of
 
 SpanTuple = tuple[str, int, int]
 """Name, start and duration in microseconds of the wall clock."""
@@ -25,11 +27,12 @@ def open_trace(path: Path, resumed: bool) -> BinaryIO:
     return trace
 
 
-def trace_lines(spans: Iterable[SpanTuple], rank: int, step: int) -> bytes:
-    """Return a trace event per span. Steps are displayed from 1."""
+def trace_lines(spans: Sequence[SpanTuple], rank: int, step: int, concurrent: Sequence[SpanTuple] = ()) -> bytes:
+    """Return a trace event per span; those of other processes are in rows below. Steps are displayed from 1."""
     suffix = f', "args": {{"step": {step + 1}}}}},\n'
+    lanes = [0] * len(spans) + [1 + lane for lane in lanes_of(concurrent)]
     lines = [
-        f'{{"name": {json.dumps(name)}, "ph": "X", "tid": 0, "pid": {rank}, "ts": {start}, "dur": {duration}{suffix}'
-        for name, start, duration in spans
+        f'{{"name": {json.dumps(name)}, "ph": "X", "tid": {lane}, "pid": {rank}, "ts": {start}, "dur": {took}{suffix}'
+        for lane, (name, start, took) in zip(lanes, [*spans, *concurrent], strict=True)
     ]
     return "".join(lines).encode()
