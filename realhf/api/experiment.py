@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
 from realhf.api.graph import Graph
+from realhf.api.machine import EnvironmentLoad
 
 C = TypeVar("C", bound=ExperimentConfig)
 
@@ -73,6 +74,10 @@ class Experiment(ExperimentConfig):
     def max_episodes(self) -> int:
         """Return the number of episodes that are open at a time; 0 without environments."""
         return 0
+
+    def environment_load(self) -> EnvironmentLoad | None:
+        """Return how episodes wait for environments; None without environments, or if they take no time."""
+        return None
 
     def samples_per_prompt(self) -> int:
         return 1

@@ -74,6 +74,24 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class EnvironmentLoad:
+    """Waits of a replica's episodes for environments: calls per episode, seconds of a call, and calls at a time.
+
+    ``max_open`` is the number of open episodes. An environment process makes ``per_process`` calls at a time.
+    """
+
+    turns: float
+    latency: float
+    workers: int
+    per_process: int
+    max_open: int
+
+    @property
+    def concurrency(self) -> int:
+        return self.workers * self.per_process
+
+
+@dataclass(frozen=True)
 class Workload:
     """Expected lengths of the rows of a run; ``prompts`` and ``response_lengths`` are used cyclically.
 

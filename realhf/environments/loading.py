@@ -11,6 +11,8 @@ from typing import Any
 from realhf.base.errors import did_you_mean
 from realhf.environments.tool_env import as_environment
 
+DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def check_class(name: str) -> list[str]:
     """Return the problems of an ``env.cls``, one line each, without running the file."""
@@ -33,6 +35,31 @@ def check_class(name: str) -> list[str]:
               if isinstance(alias, ast.alias)}  # fmt: skip
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return [] if cls in names else [f"env.cls={name!r}: {path} does not define '{cls}'{did_you_mean(cls, names)}"]
+
+
+def is_async_class(name: str) -> bool:
+    """Return whether ``env.cls`` has async methods, or is an agent, without running its file: by its name there."""
+    path, _, cls = name.rpartition(":")
+    file: str | None = path
+    if not path.endswith(".py"):
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(path)
+            file = spec.origin if spec else None
+    try:
+        tree = ast.parse(Path(file or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return _is_async(cls, {node.name: node for node in ast.walk(tree) if isinstance(node, DEFINITIONS)})
+
+
+def _is_async(name: str, known: dict[str, Any]) -> bool:
+    node = known.get(name)
+    if not isinstance(node, ast.ClassDef):
+        return isinstance(node, ast.AsyncFunctionDef) or name == "AgentEnvironment"
+    parents = [getattr(base, "id", getattr(base, "attr", "")) for base in node.bases]
+    is_own = any(isinstance(child, ast.AsyncFunctionDef) for child in node.body)
+    rest = {key: value for key, value in known.items() if key != name}
+    return is_own or any(_is_async(parent, rest) for parent in parents)
 
 
 def absolute_class(name: str) -> str:

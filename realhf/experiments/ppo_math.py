@@ -7,6 +7,8 @@ from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConf
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC
+from realhf.api.machine import EnvironmentLoad
+from realhf.environments.loading import is_async_class
 from realhf.experiments.options.checks import env_problems, env_warnings, reward_problems, score_range, unmet
 from realhf.experiments.options.models import episode_call, episode_rewards, reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
@@ -51,6 +53,14 @@ class PPOMathExperiment(PPOExperiment):
 
     def max_episodes(self) -> int:
         return (self.env.max_episodes or 2 * self.ppo.gen.max_num_seqs) if self.env.cls else 0
+
+    def environment_load(self) -> EnvironmentLoad | None:
+        env, planner = self.env, self.planner
+        if not env.cls or not planner.env_latency:
+            return None
+        per_process = env.max_concurrency if is_async_class(env.cls) else 1
+        turns = planner.env_turns or env.max_turns
+        return EnvironmentLoad(turns, planner.env_latency, env.workers, per_process, self.max_episodes())
 
     def without_selection(self) -> "PPOMathExperiment":
         reward = replace(self.reward, check_verifier_status=False)

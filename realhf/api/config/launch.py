@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.api.config.choices import WandbMode
-from realhf.api.config.option import COUNT, FILE, GIGABYTES, POSITIVE, SECONDS, SEED, Range, opt
+from realhf.api.config.option import COUNT, FILE, GIGABYTES, NON_NEGATIVE, POSITIVE, SECONDS, SEED, Range, opt
 
 
 @dataclass
@@ -44,6 +44,9 @@ class PlannerConfig:
     hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file", FILE)
     memory_gb: float | None = opt(None, "memory per worker in GB (default: device, or equal CPU share)", GIGABYTES)
     new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)", POSITIVE)
+    env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",
+                             NON_NEGATIVE)  # fmt: skip
+    env_turns: float | None = opt(None, "expected replies per episode (default: env.max_turns)", POSITIVE)
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

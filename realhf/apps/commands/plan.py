@@ -3,13 +3,14 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, MultiStageExperiment
+from realhf.api.graph import Kind
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import help_pattern, print_help, read_words
 from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
@@ -36,6 +37,8 @@ exit code 0: the plan can run; 1: it cannot, because the graph is invalid or mem
 modes); 2: an option or a file is invalid."""
 FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
 TEXT_WIDTH = 120
+WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Values of ``env.workers`` for which rollouts are predicted."""
 Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
@@ -104,7 +107,8 @@ def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: b
     else:
         prediction, capacity = report.prediction, report.machine.hardware.usable
         instructions = _instructions(report.planner, report.plan)
-        tables = [_allocation(report), instructions, _memory(prediction, capacity), _step(report)]
+        tables = [_allocation(report), instructions, _memory(prediction, capacity), *_environments(report),
+                  _step(report)]  # fmt: skip
     if why:
         tables.append(_why(report.planner, report.plan))
     return Planned(report, results, tables)
@@ -183,6 +187,24 @@ def instruction_text(step: Instruction) -> str:
             return f"{role or 'no model'} on {layout}"
         case Load(role, layout) | Offload(role, layout) | Release(role, layout):
             return f"{role} on {layout}"
+
+
+def _environments(report: PlanReport) -> list[Listing]:
+    """Return the predicted rollout for several values of ``env.workers``, up to the first that makes no difference."""
+    calls, rows, before = report.planner.calls, list[tuple[str, str]](), float("inf")
+    if (load := calls.cost.environment) is None:
+        return []
+    mfc = next(mfc for mfc in report.planner.graph.mfcs if mfc.kind is Kind.GENERATE)
+    placement = report.plan[mfc.name]
+    rollouts = calls.rows(mfc, placement.layout.strategy.dp)
+    for workers in (*WORKER_COUNTS, load.workers):
+        cost = replace(calls.cost, environment=replace(load, workers=workers))
+        seconds = cost.compute(mfc, placement, rollouts).seconds
+        if workers == load.workers or seconds < 0.99 * before:
+            rows.append((f"{workers}", f"{seconds:.3g}"))
+        before = min(before, seconds)
+    rows = sorted(set(rows), key=lambda row: int(row[0]))
+    return [Listing("environments", "rr", ("env.workers", f"{mfc.name}, {_seconds(report)}"), tuple(rows))]
 
 
 def _memory(prediction: Prediction, capacity: float) -> Listing:

@@ -161,7 +161,8 @@ def planner_of(
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node
-    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
+    environment = experiment.environment_load()
+    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment)
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,

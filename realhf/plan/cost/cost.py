@@ -12,12 +12,13 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Coord, Layout
-from realhf.api.machine import Cost, Workload
+from realhf.api.machine import Cost, EnvironmentLoad, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
+from realhf.plan.cost.environment import rollout_seconds
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
 from realhf.plan.cost.speed import (
     CollectiveKind,
@@ -71,6 +72,7 @@ class CostModel:
     node_size: int
     sampling: GenerationConfig | None = None
     share_prompts: bool = False
+    environment: EnvironmentLoad | None = None
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
@@ -210,6 +212,8 @@ class CostModel:
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
         simulation = _DecodeSimulation(self.speed, stages, slots, limit, n if is_fused else 0, send)
         seconds = simulation.run(queue, n)
+        if self.environment is not None and not mfc.per_prompt:
+            seconds = rollout_seconds(self.environment, len(queue), slots, seconds)
         return Cost(seconds, simulation.busy * placement.layout.strategy.tp)
 
 
