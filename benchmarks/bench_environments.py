@@ -79,7 +79,7 @@ def latency(folder: Path, rounds: int) -> None:
                 cls = f"{folder}/env.py:{'AsyncGame' if overlaps else 'Game'}"
                 words = [f"env.cls={cls}", f"env.options={{seconds: {wait}, tail: {tail}}}", "ppo.group_size=16",
                          "ppo.gen.max_num_seqs=16", f"env.max_episodes={n_open}"]  # fmt: skip
-                steps = run(folder, [*words, "env.max_concurrency=256"], 2)[1:]
+                steps = run(folder, [*words, "env.max_concurrency=256", "env.seed_per_sample=True"], 2)[1:]
                 seconds.setdefault((name, mode), []).extend(line["time/actor_gen_s"] for line in steps)
     print("| latency per call | " + " | ".join(MODES) + " | neither / both |\n|---" + "|---" * (len(MODES) + 1) + "|")
     for name in LATENCIES:

@@ -143,7 +143,7 @@ class EndpointServer:
         except ModuleNotFoundError as error:
             raise UserError("agents need the packages fastapi and uvicorn: pip install 'realhf[serve]'") from error
 
-        class Server(uvicorn.Server):
+        class QuietServer(uvicorn.Server):
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
                 yield  # signals belong to the process of the environments
@@ -151,7 +151,7 @@ class EndpointServer:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         settings = uvicorn.Config(make_app(self._endpoints), log_level="error", access_log=False, ws="none",
                                   lifespan="off", timeout_keep_alive=600)  # fmt: skip
-        self._task = asyncio.create_task(Server(settings).serve(sockets=[listener]))
+        self._task = asyncio.create_task(QuietServer(settings).serve(sockets=[listener]))
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 

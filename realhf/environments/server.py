@@ -55,11 +55,11 @@ def main(options: dict[str, Any]) -> None:
 
 def isolate(memory: int) -> None:
     """Isolate this process from files, network and other processes; OSError if the kernel does not permit it."""
-    from realhf.rewards.sandbox.isolation import Limits, restrict_program, restrict_server
+    from realhf.base.isolation.restrict import Limits, restrict_program, restrict_server
 
     isolation = restrict_server(namespaces=True)
     if not (isolation.namespaces or isolation.landlock):
-        raise OSError("env.sandbox=True: this kernel permits neither namespaces nor Landlock")
+        raise OSError("env.sandbox=True: this kernel has no namespaces for users, and no Landlock")
     folder = "/tmp" if isolation.namespaces else tempfile.mkdtemp(prefix="realhf-environment-")
     restrict_program(isolation, Limits(memory=memory, file=2**28), SECONDS_PER_YEAR, folder)
 

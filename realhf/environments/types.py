@@ -98,7 +98,7 @@ def turn_to_json(value: object) -> dict[str, Any]:
     if value.tokens is not None and not all(isinstance(t, int) and t >= 0 for t in value.tokens):
         raise TypeError("Turn.tokens must be token ids, integers >= 0")
     if value.whole and not (value.messages or value.tokens):
-        raise ValueError("a Turn with whole=True has neither messages nor tokens")
+        raise ValueError("a Turn with whole=True has no messages and no tokens")
     if value.max_tokens is not None and (not isinstance(value.max_tokens, int) or value.max_tokens < 1):
         raise ValueError(f"Turn.max_tokens is {value.max_tokens!r:.100}; it must be an integer >= 1")
     fields = {**asdict(value), "reward": float(value.reward), "done": bool(value.done)}

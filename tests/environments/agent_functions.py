@@ -75,7 +75,7 @@ async def everything(row, base_url):
 
 
 async def impatient(row, base_url):
-    """Leaves a request, whose reply nobody reads, and asks again."""
+    """Leaves a request, whose reply is not read, and asks again."""
     openai = client(base_url)
     try:
         await openai.with_options(timeout=0.3).chat.completions.create(model="m", messages=[USER])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
+from realhf.base.isolation.seccomp import MACHINES
 from realhf.environments import Reply, Turn
 from realhf.environments.pool import EnvOptions, EnvPool
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
@@ -32,7 +33,6 @@ from realhf.environments.tools import (
     search_index,
     words_of,
 )
-from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.tools.math_score import score_math
 from realhf.rewards.tools.python_tool import PythonTool
 

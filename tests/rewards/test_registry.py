@@ -12,9 +12,9 @@ import pytest
 
 from realhf.api.config import RewardConfig
 from realhf.base.errors import UserError
+from realhf.base.isolation.seccomp import MACHINES
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.registry import VERIFIERS, BuiltinVerifier, builtin_verifier, check_fn, fns_of, names_of, weights_of
-from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.verdict import Status
 from tests.conftest import TIMEOUT_S
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from realhf.rewards.sandbox.isolation import IsolationInfo, Limits, restrict_program, restrict_server
+from realhf.base.isolation.restrict import IsolationInfo, Limits, restrict_program, restrict_server
 
 PRELUDE = """
 import array, bisect, collections, copy, datetime, decimal, fractions, functools, heapq, io, itertools, json, math

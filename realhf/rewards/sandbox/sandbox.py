@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from realhf.base.errors import UserError
-from realhf.rewards.sandbox.isolation import Limits
+from realhf.base.isolation.restrict import Limits
 
 BOOT = """
 import sys

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from realhf.rewards.sandbox.isolation import MIB, Limits
+from realhf.base.isolation.restrict import MIB, Limits
 from realhf.rewards.sandbox.sandbox import Reason, Sandbox
 
 WRAPPER = """

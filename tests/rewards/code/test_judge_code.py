@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realhf.base.isolation.seccomp import MACHINES
 from realhf.rewards.code.extract_code import complete_stub, extract_code
 from realhf.rewards.code.harness import decode, encode
 from realhf.rewards.code.judge_code import CodeJudge, same_output, same_value, same_word
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.sandbox.sandbox import Reason
-from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.verdict import ScoreWithReason, Status, Verdict
 from tests.conftest import TIMEOUT_S
 from tests.rewards.judge.processes import descendants, have_exited

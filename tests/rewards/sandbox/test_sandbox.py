@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.rewards.sandbox.isolation import IsolationInfo, Limits
+from realhf.base.isolation.restrict import IsolationInfo, Limits
+from realhf.base.isolation.seccomp import MACHINES
 from realhf.rewards.sandbox.sandbox import (
     ProgramResult,
     ProgramStopped,
@@ -21,7 +22,6 @@ from realhf.rewards.sandbox.sandbox import (
     describe_sandbox,
     how_it_ended,
 )
-from realhf.rewards.sandbox.seccomp import MACHINES
 from tests.conftest import TIMEOUT_S
 from tests.rewards.judge.processes import descendants, have_exited
 

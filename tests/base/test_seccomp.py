@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.rewards.sandbox.seccomp import (
+from realhf.base.isolation.seccomp import (
     ALLOW,
     EQUAL,
     LOAD,

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.rewards.sandbox.seccomp import PARENT_DEATH_SIGNAL, PIVOT_ROOT, install_filter, libc_call, table_column
+from realhf.base.isolation.seccomp import PARENT_DEATH_SIGNAL, PIVOT_ROOT, install_filter, libc_call, table_column
 
 MIB = 2**20
 UNUSED_UID, OVERFLOW_UID = 60_000_000, 65534

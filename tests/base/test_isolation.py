@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rewards.sandbox.isolation import is_world_accessible, landlock_version, readable_paths, threads_of
-from realhf.rewards.sandbox.seccomp import MACHINES
+from realhf.base.isolation.restrict import is_world_accessible, landlock_version, readable_paths, threads_of
+from realhf.base.isolation.seccomp import MACHINES
 from tests.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 BARE = """
 import os, resource, socket, sys
 sys.path.insert(0, sys.argv[1])
-from realhf.rewards.sandbox.isolation import IsolationInfo, Limits, restrict_program
+from realhf.base.isolation.restrict import IsolationInfo, Limits, restrict_program
 restrict_program(IsolationInfo(False, 0, int(sys.argv[3]) or None, 0), Limits(memory=2**29), 3.0, sys.argv[2])
 print(os.getcwd() == sys.argv[2], os.getuid(), resource.getrlimit(resource.RLIMIT_AS)[1] == 2**29)
 for action in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0), lambda: os.setuid(0) or os.getuid()):

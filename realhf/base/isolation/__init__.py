@@ -1,0 +1,1 @@
+"""Isolation of processes that run untrusted code."""
