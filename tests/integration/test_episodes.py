@@ -129,24 +129,24 @@ def test_kills_do_not_change_the_result(
     assert n_killed > 2 and found.curve == whole.curve and files(found) == files(whole)
 
 
-def kill_environments(started: Started) -> int:
+def kill_environments(started: Started, command: str = "realhf.environments.server", every_s: float = 0.1) -> int:
     """Kill environment processes of a run from time to time until it ends; return how many."""
     n, end = 0, time.monotonic() + TIMEOUT_S
     while started.process.poll() is None and time.monotonic() < end:
-        for pid in environment_pids(started.process.pid)[:1]:
+        for pid in descendants(started.process.pid, command)[:1]:
             subprocess.run(["kill", "-9", str(pid)], check=False)
             n += 1
-        time.sleep(0.1)
+        time.sleep(every_s)
     return n
 
 
-def environment_pids(master: int) -> list[int]:
-    """Return the environment processes that descend from a process."""
+def descendants(master: int, command: str) -> list[int]:
+    """Return the processes with a command that descend from a process."""
     parents, found = dict[int, int](), list[int]()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-            if b"realhf.environments.server" in Path(f"/proc/{entry}/cmdline").read_bytes():
+            if command.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
                 found.append(int(entry))
         except OSError:
             continue
