@@ -67,6 +67,7 @@ class FakeCuda(TorchDispatchMode):
         assert varlen
         self.kernels[torch.ops.torch_attn._varlen_attn.default] = varlen_forward
         self.kernels[torch.ops.torch_attn._varlen_attn_backward.default] = varlen_backward
+        self.kernels[aten.index_copy_.default] = _index_copy
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def count(self, kind: str) -> int:
@@ -251,6 +252,15 @@ class FakeCuda(TorchDispatchMode):
                 self.note("copy from pageable memory", f"{func} by an index on the host")
         if _is_launched(func) and func is not aten._local_scalar_dense.default:
             self.note("launch", func)
+
+
+def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    if len(index.unique()) != len(index):
+        raise RuntimeError("index_copy_ writes one place twice, on a GPU in any order")
+    return x.index_copy_(dim, index, source)
+
+
+_index_copy._schema = aten.index_copy_.default._schema  # type: ignore[attr-defined]
 
 
 def _inner(x: Any) -> Any:

@@ -24,6 +24,7 @@ from realhf.models.kv_cache import KVCache
 from realhf.ops.cascade import SharedPrefixes
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
+from tests.gpu_emulated.fake_streams import FakeStream, RaceDetector
 from tests.gpu_emulated.test_engine import TOLERANCE, distance, logprobs
 from tests.models.engine.scripted_driver import LENGTHS as SCRIPTED_LENGTHS
 from tests.models.engine.scripted_driver import play
@@ -31,8 +32,8 @@ from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
 
 LENGTHS, N = (3, 1, 7), 2
 CONFIG = GenerationConfig(max_new_tokens=12, max_num_seqs=4)
-MAX_WAITS, MAX_LAUNCHES = 4, 4
-"""Waits of a call besides one every eighth step: prompts, prefill, result; launches per step: replay, outputs."""
+MAX_WAITS, MAX_LAUNCHES = 2, 3
+"""Waits of a call besides one every eighth step: prompts, prefill; launches per step: replay, outputs."""
 
 
 @pytest.fixture
@@ -121,6 +122,39 @@ def test_a_longer_rotary_table_does_not_break_kept_graphs(gpu: NativeEngine, cud
     gpu.model.rotary_table(1000)
     n_captures = cuda.count("graph capture")
     assert torch.equal(tokens_of(gpu), expected) and cuda.count("graph capture") == n_captures
+
+
+@pytest.mark.parametrize("context_step", [4, 8])
+def test_contexts_that_grow_between_waits(
+    context_step: int, gpu: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows pass a multiple of ``CONTEXT_STEP`` in the steps of one wait; the kernel refuses rows beyond its bound."""
+    expected = tokens_of(gpu)
+    gpu.pipeline.kept_decoder.drop()
+    monkeypatch.setattr(cuda_graphs, "CONTEXT_STEP", context_step)
+    assert torch.equal(tokens_of(gpu), expected)
+
+
+@pytest.mark.parametrize("n_waits", range(2))
+def test_a_warm_up_run_is_ordered_with_the_steps(
+    n_waits: int, folders: dict[str, Path], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream of the warm-up waits for the caller's, which waits for it: no race, and one without either wait."""
+    engine = engine_on(folders["llama"], trained=False, device="cuda:0", bf16=True)
+    cuda.races, n_calls, original = RaceDetector(cuda), 0, FakeStream.wait_stream
+    tokens_of(engine)
+    gpu_decoder = engine.pipeline.kept_decoder
+    gpu_decoder.drop()
+
+    def wait(stream: FakeStream, other: FakeStream) -> None:
+        nonlocal n_calls
+        if n_calls % 2 != n_waits:
+            original(stream, other)
+        n_calls += 1
+
+    monkeypatch.setattr(FakeStream, "wait_stream", wait)
+    with pytest.raises(RuntimeError, match="race"):
+        tokens_of(engine)
 
 
 def test_the_number_of_graphs_is_bounded(gpu: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +304,21 @@ def test_copies_that_depend_on_each_other_are_in_order(gpu: NativeEngine, cuda: 
         expected[:, :, dst, start:stop] = expected[:, :, src, start:stop]
     cache.copy_slots(moves)
     assert torch.equal(cache.both.cpu(), expected)
+
+
+def test_a_session_releases_its_cache(gpu: NativeEngine, caches: list[weakref.ref], no_gc: None) -> None:
+    play(gpu)
+    assert len(caches) == 1 and caches[0]() is None
+
+
+def test_a_smaller_cache_is_released_before_the_larger_one_is_allocated(
+    gpu: NativeEngine, caches: list[weakref.ref], no_gc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_of(gpu)
+    new, alive = gpu.model.new_cache, list[bool]()
+    monkeypatch.setattr(gpu.model, "new_cache", lambda *sizes: alive.append(caches[0]() is not None) or new(*sizes))
+    tokens_of(gpu, GenerationConfig(max_new_tokens=12, max_num_seqs=6))
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])

@@ -1,6 +1,7 @@
 """The engine on fake devices: inference, training, generation with graphs, offloading, equal to the CPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 from realhf.api.config import GenerationConfig
 from realhf.api.param_box import box_numel
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.process_groups import Group
+from realhf.models.engine.decode.session import DecodeSession, broadcast_bytes
 from realhf.models.engine.native import NativeEngine
+from realhf.models.engine.vllm_weights import gather_bytes
 from tests.gpu_emulated.conftest import FAMILIES
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
@@ -115,3 +119,31 @@ def test_parameters_are_reallocated_to_another_device(bf16: bool, folders: dict[
     )  # fmt: skip
     assert target.params.data.device == torch.device("cuda:1")
     assert torch.equal(logprobs(target, rows.to("cuda:1")).cpu(), expected)
+
+
+class DeviceGroup(Group):
+    """Refuses tensors in host memory, as NCCL does; all members have the same values."""
+
+    def broadcast(self, tensor: Tensor, index: int) -> Tensor:
+        assert tensor.is_cuda
+        return tensor
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        assert whole.is_cuda and shard.is_cuda
+        whole.view(self.size, -1).copy_(shard.expand(self.size, -1))
+
+
+@pytest.mark.parametrize("data", [b"", b"some bytes"])
+def test_bytes_are_shared_through_device_memory(data: bytes, cuda: FakeCuda) -> None:
+    group, device = DeviceGroup((0, 1), 0), torch.device("cuda:0")
+    assert broadcast_bytes(group, data, 0, device) == data
+    assert not data or gather_bytes(group, data, device) == [data, data]
+
+
+def test_sampled_turns_are_received_in_device_memory(cuda: FakeCuda) -> None:
+    received = list[Tensor]()
+    stage = SimpleNamespace(
+        device=torch.device("cuda:0"), pipeline=SimpleNamespace(from_last=lambda x: received.append(x) or x)
+    )
+    DecodeSession._sample(stage, None, 1, torch.zeros(3, 5, dtype=torch.int64, device="cuda:0"))  # type: ignore[arg-type]
+    assert [x.device for x in received] == [stage.device]

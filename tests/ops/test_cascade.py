@@ -49,15 +49,15 @@ def groups_of(numbers: list[int], lengths: list[int], owners: list[int], n_slots
 
 @pytest.mark.parametrize("module", [TORCH, FLASH_2, FLASH_3])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("n_kv", [1, 2, 4])
-def test_attention_equals_that_of_every_row_alone(module: str, softcap: float, n_kv: int) -> None:
+@pytest.mark.parametrize("heads, n_kv", [(4, 1), (4, 2), (4, 4), (6, 2)])
+def test_attention_equals_that_of_every_row_alone(module: str, softcap: float, heads: int, n_kv: int) -> None:
     """Slots beyond the rows, and cached tokens that no row uses, are not a number."""
     torch.manual_seed(0)
     numbers, lengths, owners = [3, 5, 3, 3, 9], [6, 2, 6, 6, 4], [2, 1, 2, 2, 4]
     used, n_slots, longest, dim = [9, 3, 7, 12, 5, 1], 6, 16, 16
-    q = torch.randn(n_slots, 4, dim).bfloat16()
+    q = torch.randn(n_slots, heads, dim).bfloat16()
     k, v = (torch.full((n_slots, longest, n_kv, dim), float("nan")).bfloat16() for _ in range(2))
-    expected = torch.empty(5, 4, dim)
+    expected = torch.empty(5, heads, dim)
     for cache in (k, v):
         for slot in range(5):
             start = 0 if owners[slot] == slot else lengths[slot]
@@ -66,7 +66,9 @@ def test_attention_equals_that_of_every_row_alone(module: str, softcap: float, n
     for slot in range(5):
         n = lengths[slot]
         keys, values = (
-            torch.cat((cache[owners[slot], :n], cache[slot, n : used[slot]])).float().repeat_interleave(4 // n_kv, 1)
+            torch.cat((cache[owners[slot], :n], cache[slot, n : used[slot]]))
+            .float()
+            .repeat_interleave(heads // n_kv, 1)
             for cache in (k, v)
         )
         scores = torch.einsum("hd,khd->hk", q[slot].float(), keys) * 0.3

@@ -196,7 +196,7 @@ class NativeEngine:
         if not limits:
             return False
         table = torch.tensor([stats.get(name, (0.0, 0.0)) for name in limits], dtype=torch.float64)
-        sums = self.pipeline.from_last(self.reduce(table))
+        sums = self.pipeline.from_last(self.reduce(table).to(self.context.device))  # NCCL takes no host memory
         means = [value / max(weight, 1.0) for value, weight in sums.tolist()]
         return any(not mean <= limit for mean, limit in zip(means, limits.values(), strict=True))
 

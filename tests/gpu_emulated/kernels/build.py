@@ -1,6 +1,7 @@
 """Compiles csrc/*.cu with g++ against the emulation of CUDA, as operators of ``torch.ops.realhf_emulated`` on the CPU.
 
-The sources are changed in four ways only: launches, shared arrays, the dispatch key, and the device of a tensor.
+The sources are changed in five ways only: launches, shared arrays, the dispatch key, the device of a tensor,
+and copies to it.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ UNSEEN_BY_TSAN = ("runtime.cpp", "device.cpp")
 LAUNCH = re.compile(r"(\w+(?:<\w+>)?)\s*<<<(.*?)>>>\(", re.DOTALL)
 SHARED = re.compile(r"__shared__\s+(\w+)\s+(\w+)\[([^\[\]]+)\];")
 DYNAMIC = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\];")
+TO_DEVICE = re.compile(r"torch::stable::to\(([\w.]+),[^;]*\.device\(\)[^;]*\);")
 KERNEL = re.compile(r"library\.impl\(\"(\w+)\"")
 SCHEMA = re.compile(r"library\.def\(\s*((?:\"[^\"]*\"\s*)+)\)")
 
@@ -42,6 +44,7 @@ def emulated_source(text: str, name: str) -> str:
     text = LAUNCH.sub(r'emulated::Launcher("\1", \2)([&](auto... given) { \1(given...); }, ', text)
     text = DYNAMIC.sub(r"static emulated::DynamicShared<\1> \2;", text)
     text = SHARED.sub(r"static emulated::SharedArray<\1, \3> \2;", text)
+    text = TO_DEVICE.sub(r"torch::stable::clone(\1);", text)
     text = text.replace("STABLE_TORCH_LIBRARY_IMPL(realhf, CUDA,", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU,")
     text = text.replace("tensor.get_device_index()", "emulated::device_of_tensors()")
     for left in ("<<<", "__shared__", "get_device_index", "CUDA, library"):

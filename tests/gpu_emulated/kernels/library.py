@@ -10,6 +10,9 @@ import torch
 
 from tests.gpu_emulated.kernels.build import NAMESPACE
 
+HOST_ARGUMENTS = ("cu_seqlens", "intervals")
+"""Tensors that operators take in host memory on every device."""
+
 
 class Counts(ctypes.Structure):
     """What the kernels did since the counts were last taken; ``hottest``: atomics of one block to one address."""
@@ -28,6 +31,7 @@ class EmulatedKernels:
         self._controls.emulated_break_rule.restype = ctypes.c_char_p
         self._controls.emulated_break_rule.argtypes = [ctypes.c_int, ctypes.c_void_p]
         self._controls.emulated_stream.restype = ctypes.c_void_p
+        self._controls.emulated_mark_host_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._controls.emulated_set_seed.argtypes = [ctypes.c_uint64]
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -36,7 +40,15 @@ class EmulatedKernels:
 
         def checked(*args: object) -> Any:
             before = self._controls.emulated_current_device()
-            result = kernel(*args)
+            for argument, value in zip(kernel._schema.arguments, args, strict=False):
+                if argument.name in HOST_ARGUMENTS and isinstance(value, torch.Tensor):
+                    self._controls.emulated_mark_host_memory(value.data_ptr(), value.nbytes)
+            torch.use_deterministic_algorithms(True)  # new memory is NaN, or the largest integer
+            try:
+                result = kernel(*args)
+            finally:
+                torch.use_deterministic_algorithms(False)
+                self._controls.emulated_forget_host_memory()
             assert self._controls.emulated_current_device() == before, f"{name} leaves another device current"
             assert self._controls.emulated_unchecked_launch() == b"", f"{name} does not check its launch"
             return result

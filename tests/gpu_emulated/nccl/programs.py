@@ -25,7 +25,7 @@ from tests.models.engine.tiny_engine import VOCAB, prompts_of, rows_of
 
 CONFIG = ModelConfig("llama", 8, 16, 4, 2, 4, 24, VOCAB, 64, tied_embedding=True, init_std=0.2)
 AXES = ("dp", "tp", "pp")
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
 
 
 def layout_of(text: str, mesh: Sequence[int] = ()) -> Layout:
@@ -37,7 +37,7 @@ def context_of(layout: Layout, rank: int) -> ParallelContext:
     """Create the groups of a layout as a worker does. Collective over all ranks, of which the layout has some."""
     axes = dict.fromkeys(layout.axis(axis, member) for member in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank, timeout_s=60.0)
-    return ParallelContext(layout, rank, CPU, groups, directed=make_directed_groups(60.0))
+    return ParallelContext(layout, rank, DEVICE, groups, directed=make_directed_groups(60.0))
 
 
 def engine_of(layout: Layout, rank: int, trained: bool, config: ModelConfig = CONFIG) -> NativeEngine:
@@ -109,7 +109,7 @@ def reallocate(src: Layout, dst: Layout, in_place: bool) -> Job:
 
     def job(rank: int, world: int) -> None:
         source, target = (
-            empty_shard(CONFIG, layout, rank, torch.float32, CPU) if rank in layout.mesh.ranks else None
+            empty_shard(CONFIG, layout, rank, torch.float32, DEVICE) if rank in layout.mesh.ranks else None
             for layout in (src, dst)
         )
 
@@ -125,7 +125,7 @@ def reallocate(src: Layout, dst: Layout, in_place: bool) -> Job:
             assert source is not None
             return source.read(copy.name, copy.box)
 
-        exchange(copies, rank, read, write, CPU, into=into if in_place else None)
+        exchange(copies, rank, read, write, DEVICE, into=into if in_place else None)
 
     return job
 
@@ -135,7 +135,7 @@ def transfer(copies: Sequence[P2PCopy]) -> Job:
 
     def job(rank: int, world: int) -> None:
         lengths = {copy.what: copy.tensor_slice.numel for copy in copies}
-        exchange(copies, rank, lambda what: torch.zeros(lengths[what]), lambda what, flat: None, CPU)
+        exchange(copies, rank, lambda what: torch.zeros(lengths[what], device=DEVICE), lambda what, flat: None, DEVICE)
 
     return job
 

@@ -42,6 +42,12 @@ class Recorder:
     data: dict[tuple, Tensor] = field(default_factory=dict)
     rank: int = 0
     batch: list[tuple[Communicator, P2P]] | None = None
+    device: torch.device | None = None
+    """Where NCCL needs every tensor; None: anywhere."""
+
+    def check_device(self, name: str, *tensors: Tensor) -> None:
+        found = [str(x.device) for x in tensors if self.device is not None and x.device != self.device]
+        assert not found, f"rank {self.rank}: {name} of a tensor on {', '.join(found)}, NCCL needs {self.device}"
 
     def post(self, communicator: Communicator, operations: Sequence[P2P | Collective]) -> RecordedWork:
         events = self.events[self.rank]
@@ -98,6 +104,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     def _message(self, is_send: bool, peer: int, tensor: Tensor) -> RecordedWork | None:
         rank, other = self.members[self.index], self.members[peer]
+        self.recorder.check_device("send" if is_send else "recv", tensor)
         message = P2P(is_send, other, tensor.nbytes)
         if self.recorder.batch is not None:
             self.recorder.batch.append(((self.name, tuple(sorted(self.members))), message))
@@ -114,6 +121,8 @@ class RecordingGroup(dist.ProcessGroup):
         return self._message(False, src, tensors[0])
 
     def _collective(self, name: str, tensor: Tensor) -> RecordedWork:
+        if name != "barrier":
+            self.recorder.check_device(name, tensor)
         return self.recorder.post((self.name, tuple(sorted(self.members))), [Collective(name, tensor.nbytes)])
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:

@@ -16,6 +16,7 @@ from realhf.comm.p2p import DirectedGroups
 from realhf.models.engine import grad_reduction
 from realhf.system.profiler.link_probes import send_probes
 from realhf.system.profiler.probes import Clock
+from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.nccl import programs
 from tests.gpu_emulated.nccl.programs import layout_of
 from tests.gpu_emulated.nccl.recording import Job, Recorder, record, recorder  # noqa: F401
@@ -165,7 +166,30 @@ def test_the_calls_of_a_step_in_sequence(recorder: Recorder) -> None:  # noqa: F
 
 def test_the_probes_of_links(recorder: Recorder) -> None:  # noqa: F811
     def job(rank: int, world: int) -> None:
-        for probe in send_probes(rank, Clock(programs.CPU, 1, world)):
+        for probe in send_probes(rank, Clock(programs.DEVICE, 1, world)):
             probe.run()
 
     assert executed(recorder, 2, job) == {(0, 1)}
+
+
+@pytest.fixture
+def on_gpu(recorder: Recorder, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Run the programs on a fake device; messages and collectives of tensors in host memory fail, as NCCL's do."""
+    recorder.device = torch.device("cuda:0")
+    monkeypatch.setattr(programs, "DEVICE", recorder.device)
+    original = programs.rows, programs.prompts_of
+    monkeypatch.setattr(programs, "rows", lambda n: original[0](n).to(recorder.device))
+    monkeypatch.setattr(programs, "prompts_of", lambda lengths: original[1](lengths).to(recorder.device))
+
+
+@pytest.mark.usefixtures("on_gpu", "small_buckets", "small_reductions")
+@pytest.mark.parametrize("text", ["p2", "d2t2", "t2p2"])
+def test_all_messages_are_of_tensors_on_the_device(text: str, recorder: Recorder) -> None:  # noqa: F811
+    layout = layout_of(text)
+    world, moved = len(layout.mesh.ranks), layout_of(f"d{len(layout.mesh.ranks)}")
+    executed(recorder, world, programs.train(layout, [2]))
+    executed(recorder, world, programs.train_with_limit(layout))
+    executed(recorder, world, programs.infer(layout, [2]))
+    executed(recorder, world, programs.generate(layout, [4]))
+    for in_place in (True, False):
+        executed(recorder, world, programs.reallocate(layout, moved, in_place))

@@ -61,8 +61,14 @@ class Launcher {
   Launcher(const char* kernel, dim3 grid, dim3 block, size_t dynamic_bytes = 0, void* stream = nullptr)
       : configuration_{kernel, grid, block, dynamic_bytes, stream} {}
 
+  template <typename Argument>
+  void check(const Argument& argument) const {
+    if constexpr (std::is_pointer_v<Argument>) check_device_pointer(configuration_.kernel, argument);
+  }
+
   template <typename Kernel, typename... Arguments>
   void operator()(const Kernel& kernel, Arguments... arguments) const {
+    (check(arguments), ...);
     run(configuration_, [&] { kernel(arguments...); });
   }
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cuda_runtime.h"
 
@@ -22,11 +24,26 @@ namespace {
 constexpr uintptr_t kStreams = 0x5000;  // the handle of device n's stream is this number plus n
 
 int current_device = 0, tensors_device = 0;
+std::vector<std::pair<uintptr_t, uintptr_t>> host_memory;  // starts and ends
 
 void* stream_of(int device) { return reinterpret_cast<void*>(kStreams + device); }
 std::string name_of(int device) { return "cuda:" + std::to_string(device); }
 
 }  // namespace
+
+void mark_host_memory(const void* start, size_t n_bytes) {
+  const auto at = reinterpret_cast<uintptr_t>(start);
+  host_memory.emplace_back(at, at + n_bytes);
+}
+
+void forget_host_memory() { host_memory.clear(); }
+
+void check_device_pointer(const char* kernel, const void* pointer) {
+  const auto at = reinterpret_cast<uintptr_t>(pointer);
+  for (const auto& [start, end] : host_memory) {
+    if (start <= at && at < end) throw std::runtime_error(std::string(kernel) + " gets a pointer to memory of the host");
+  }
+}
 
 int device_of_tensors() { return tensors_device; }
 
@@ -48,6 +65,7 @@ void check_stream(const char* operation, void* stream) {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n_bytes, cudaMemcpyKind, cudaStream_t stream) {
   emulated::check_stream("cudaMemcpyAsync", stream);
+  emulated::mark_host_memory(from, n_bytes);
   std::memcpy(to, from, n_bytes);
   return cudaSuccess;
 }
@@ -91,6 +109,10 @@ Error aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
 #define EMULATED_EXPORT __attribute__((visibility("default")))
 
 EMULATED_EXPORT void emulated_set_device(int device) { emulated::tensors_device = device; }
+EMULATED_EXPORT void emulated_mark_host_memory(const void* start, size_t n_bytes) {
+  emulated::mark_host_memory(start, n_bytes);
+}
+EMULATED_EXPORT void emulated_forget_host_memory() { emulated::forget_host_memory(); }
 EMULATED_EXPORT void* emulated_stream(int device) { return emulated::stream_of(device); }
 EMULATED_EXPORT int emulated_current_device() { return emulated::current_device; }
 EMULATED_EXPORT void emulated_set_seed(uint64_t seed) { emulated::set_seed(seed); }

@@ -44,6 +44,11 @@ uint64_t block_number();  // unique over all launches
 // Memory of the running block, filled with a pattern; size 0: the dynamic shared memory, whose size is returned.
 std::byte* shared_memory(size_t size, size_t& n_bytes);
 
+// Memory of the host, which kernels cannot read; `forget` ends that.
+void mark_host_memory(const void* start, size_t n_bytes);
+void forget_host_memory();
+void check_device_pointer(const char* kernel, const void* pointer);
+
 void check_stream(const char* operation, void* stream);
 int device_of_tensors();
 
