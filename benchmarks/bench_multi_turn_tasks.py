@@ -41,7 +41,8 @@ class Task:
 
 SFT = ("model.optimizer.lr=3e-3", "dataset.train_bs_n_seqs=64")
 RL = (
-    "ppo.group_size=16", "ppo.kl_ctl=0", "ppo.kl_in=none", "ppo.ppo_n_minibatches=4", "exp_ctrl.total_train_epochs=10000",
+    "ppo.group_size=16", "ppo.kl_ctl=0", "ppo.kl_in=none", "ppo.ppo_n_minibatches=4",
+    "exp_ctrl.total_train_epochs=10000",
 )  # fmt: skip
 TASKS = {
     "guess": Task(
@@ -68,7 +69,7 @@ TASKS = {
         data=(),
         sft=(*SFT, "exp_ctrl.total_train_epochs=2"),
         rl=(*RL, f"env.cls={EXAMPLES}/textarena_game.py:TicTacToe", "env.seed_per_sample=True", "env.max_turns=9",
-            "ppo.gen.max_new_tokens=2", "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=1e-3",
+            "env.max_episode_len=120", "ppo.gen.max_new_tokens=2", "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=1e-3",
             "exp_ctrl.total_train_steps=200"),
         columns={"won": "actor_gen/info_won", "lost": "actor_gen/info_lost", "reward": "reward/mean"},
         random_play=("--random-games", "20000"),
