@@ -4,18 +4,20 @@
 
 Tasks are ``guess`` (a number with hints), ``calculator`` (sums with a tool, and a control without the tool) and
 ``textarena`` (tic-tac-toe). Further words are options of every reinforcement-learning run. The figures need a quiet
-machine with two cores; the load before every run is in the JSON.
+machine with two cores; the load of the machine is in the JSON.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
@@ -42,7 +44,7 @@ class Task:
 SFT = ("model.optimizer.lr=3e-3", "dataset.train_bs_n_seqs=64")
 RL = (
     "ppo.group_size=16", "ppo.kl_ctl=0", "ppo.kl_in=none", "ppo.ppo_n_minibatches=4",
-    "exp_ctrl.total_train_epochs=10000",
+    "env.workers=1", "exp_ctrl.total_train_epochs=10000",
 )  # fmt: skip
 TASKS = {
     "guess": Task(
@@ -51,7 +53,7 @@ TASKS = {
         sft=(*SFT, "exp_ctrl.total_train_epochs=4"),
         rl=(*RL, f"env.cls={EXAMPLES}/guess_number.py:GuessNumber", "env.max_turns=12", "ppo.gen.max_new_tokens=4",
             "ppo.advantage=turn", "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=2e-3",
-            "exp_ctrl.total_train_steps=300"),
+            "exp_ctrl.total_train_steps=250"),
         columns={"turns": "env/turns", "right": "actor_gen/info_right", "reward": "reward/mean"},
     ),
     "calculator": Task(
@@ -60,36 +62,40 @@ TASKS = {
         sft=(*SFT, "exp_ctrl.total_train_epochs=4"),
         rl=(*RL, "env.cls=realhf.environments.tools:CalculatorEnv", "env.tool_format=pythonic",
             "env.options={as_text: true}", "env.max_turns=3", "ppo.gen.max_new_tokens=32",
-            "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=1e-3", "exp_ctrl.total_train_steps=100"),
+            "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=2e-4", "exp_ctrl.total_train_steps=60"),
         columns={"accuracy": "reward/mean", "calls": "actor_gen/info_tool_calls", "turns": "env/turns"},
         control=("env.max_turns=1",),
     ),
     "textarena": Task(
         example="textarena_game.py",
-        data=(),
-        sft=(*SFT, "exp_ctrl.total_train_epochs=2"),
+        data=("--games", "6000"),
+        sft=(*SFT, "exp_ctrl.total_train_epochs=3"),
         rl=(*RL, f"env.cls={EXAMPLES}/textarena_game.py:TicTacToe", "env.seed_per_sample=True", "env.max_turns=9",
-            "env.max_episode_len=120", "ppo.gen.max_new_tokens=2", "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=1e-3",
-            "exp_ctrl.total_train_steps=200"),
-        columns={"won": "actor_gen/info_won", "lost": "actor_gen/info_lost", "reward": "reward/mean"},
+            "env.max_episode_len=120", "ppo.gen.max_new_tokens=2", "dataset.train_bs_n_seqs=16",
+            "actor.optimizer.lr=1e-3", "exp_ctrl.total_train_steps=150"),
+        columns={"won": "actor_gen/info_won", "lost": "actor_gen/info_lost", "reward": "reward/mean",
+                 "invalid": "actor_gen/info_invalid_moves"},
         random_play=("--random-games", "20000"),
     ),
 }  # fmt: skip
 
 
-def run(words: list[str], log: Path) -> dict[str, float]:
-    """Run a command with its output in a file; return its seconds, and the load of the machine before it."""
-    load, start = os.getloadavg()[0], time.monotonic()
+def run(words: list[str], log: Path) -> dict[str, Any]:
+    """Run a command with its output in a file; return its seconds, CPU seconds, and the load of the machine."""
+    load, start, used = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with log.open("w") as output:
         code = subprocess.run(
             words, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
         ).returncode
     if code:
         sys.exit(f"{' '.join(words)}\n{log.read_text()[-3000:]}\n{log}: exit code {code}")
-    return {"seconds": round(time.monotonic() - start, 1), "load_before": round(load, 2)}
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    load = {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)}
+    return {"seconds": round(time.monotonic() - start, 1), "cpu_seconds": round(cpu, 1), "load": load}
 
 
-def quickstart(experiment: str, trial: str, out: Path, seed: int, options: list[str]) -> dict[str, float]:
+def quickstart(experiment: str, trial: str, out: Path, seed: int, options: list[str]) -> dict[str, Any]:
     names = [f"fileroot={out}/runs", "experiment_name=task", f"trial_name={trial}", "overwrite=True"]
     common = ["device=cpu", "n_gpus_per_node=2", f"seed={seed}", *names]
     words = [sys.executable, "-m", "realhf", "quickstart", experiment, *options, *common]
@@ -104,7 +110,7 @@ def curve_of(out: Path, trial: str, columns: dict[str, str]) -> dict[str, list[f
     return {name: [round(line.get(metric, 0.0), 4) for line in steps] for name, metric in columns.items()}
 
 
-def train(task: Task, trial: str, out: Path, seed: int, options: list[str]) -> dict:
+def train(task: Task, trial: str, out: Path, seed: int, options: list[str]) -> dict[str, Any]:
     """Train from the warm start; return the command's seconds, the curve, and its means at the start and the end."""
     (start,) = (out / "runs" / "task" / "sft" / "models" / "model").glob("step_*")
     model = [f"actor.path={start}", f"dataset.path={out}/data/train.jsonl"]
@@ -128,7 +134,7 @@ def table(result: dict) -> str:
         lines.append("random play: " + ", ".join(f"{key} {value:.3f}" for key, value in result["random_play"].items()))
     for trial in ("sft", "rl", "control"):
         if trial in result:
-            lines.append(f"{trial}: {result[trial]['seconds']} s, load before {result[trial]['load_before']}")
+            lines.append("{}: {seconds} s, {cpu_seconds} CPU seconds, load {load}".format(trial, **result[trial]))
     return "\n".join(lines)
 
 
@@ -142,7 +148,7 @@ def main() -> None:
     task, out = TASKS[arguments.task], arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     example = [sys.executable, str(EXAMPLES / task.example), str(out / "data")]
-    result: dict = {"task": arguments.task, "seed": arguments.seed, "options": options}
+    result: dict[str, Any] = {"task": arguments.task, "seed": arguments.seed, "options": options}
     if not arguments.keep_sft:
         run([*example, *task.data], out / "data.log")
         model = [f"model.config={out}/data/model", f"model.tokenizer={out}/data/tokenizer"]
