@@ -91,8 +91,8 @@ def run(words: list[str], log: Path) -> dict[str, Any]:
         sys.exit(f"{' '.join(words)}\n{log.read_text()[-3000:]}\n{log}: exit code {code}")
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    load = {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)}
-    return {"seconds": round(time.monotonic() - start, 1), "cpu_seconds": round(cpu, 1), "load": load}
+    loads = {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)}
+    return {"seconds": round(time.monotonic() - start, 1), "cpu_seconds": round(cpu, 1), "load": loads}
 
 
 def quickstart(experiment: str, trial: str, out: Path, seed: int, options: list[str]) -> dict[str, Any]:
