@@ -62,7 +62,7 @@ TASKS = {
         sft=(*SFT, "exp_ctrl.total_train_epochs=4"),
         rl=(*RL, "env.cls=realhf.environments.tools:CalculatorEnv", "env.tool_format=pythonic",
             "env.options={as_text: true}", "env.max_turns=3", "ppo.gen.max_new_tokens=32",
-            "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=2e-4", "exp_ctrl.total_train_steps=60"),
+            "dataset.train_bs_n_seqs=16", "actor.optimizer.lr=3e-4", "exp_ctrl.total_train_steps=150"),
         columns={"accuracy": "reward/mean", "calls": "actor_gen/info_tool_calls", "turns": "env/turns"},
         control=("env.max_turns=1",),
     ),
