@@ -49,8 +49,8 @@ def template_of(python: str) -> str:
 def make_tokenizer(template: str, folder: Path) -> PreTrainedTokenizerFast:
     """Save a tokenizer in which every word of the replies, and the call, is one token."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s|\S+"), "isolated"),
-                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # fmt: skip
+    words, bytes_of = Regex(r"\s|\S+"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), bytes_of])
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
@@ -131,9 +131,8 @@ def main() -> None:
                 pairs = [(ours(folder, seconds), peer(args.peer, folder, seconds)) for _ in range(args.rounds)]
                 assert all(mine[1] == theirs[1] == N_TURNS for mine, theirs in pairs), pairs
                 mine, theirs = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
-                print(
-                    f"{size}, tool {seconds * 1e3:g} ms: realhf {mine:.2f} s, TRL {theirs:.2f} s, ratio {theirs / mine:.1f}"
-                )
+                case, ratio = f"{size}, tool {seconds * 1e3:g} ms", theirs / mine
+                print(f"{case}: realhf {mine:.2f} s, TRL {theirs:.2f} s, ratio {ratio:.1f}")
 
 
 if __name__ == "__main__":

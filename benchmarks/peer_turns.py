@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template, qwen3_training_chat_template
 
 N_PROMPTS, N_RESPONSES, N_TURNS = 16, 8, 4
-SECONDS = 0.0
+SECONDS = float(sys.argv[3])
 
 
 class Game:
@@ -37,8 +37,7 @@ class Game:
 
 
 def main() -> None:
-    global SECONDS
-    folder, steps, SECONDS = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     tokenizer.chat_template, tokenizer.response_template = qwen3_training_chat_template, qwen3_template
