@@ -62,7 +62,6 @@ def main() -> None:
     chance = random.Random(args.seed)
     write_jsonl(args.out / "sft.jsonl", demonstrations(chance, args.demonstrations, args.with_call, EOS))
     write_jsonl(args.out / "train.jsonl", rows(chance, args.train_rows))
-    write_jsonl(args.out / "valid.jsonl", rows(chance, 500))
     vocabulary = {word: i for i, word in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS, *SIGNS, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*WORDS, r"[\s\S]"])), "isolated")
