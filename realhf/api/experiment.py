@@ -71,6 +71,10 @@ class Experiment(ExperimentConfig):
         """Return the options of generation with the number of new tokens of a row, those of environments included."""
         return self.sampling_options()
 
+    def expected_new_tokens(self) -> float | None:
+        """Return the expected number of new tokens of a row; None for the maximum."""
+        return self.planner.new_tokens
+
     def max_episodes(self) -> int:
         """Return the number of episodes that are open at a time; 0 without environments."""
         return 0

@@ -48,8 +48,13 @@ class PPOMathExperiment(PPOExperiment):
     def planned_sampling(self) -> GenerationConfig:
         if not self.env.cls:
             return self.ppo.gen
-        default = 2 * self.env.max_turns * self.ppo.gen.max_new_tokens
-        return replace(self.ppo.gen, max_new_tokens=self.env.max_episode_len or default)
+        return replace(self.ppo.gen, max_new_tokens=self.env.max_len(0, self.ppo.gen.max_new_tokens))
+
+    def expected_new_tokens(self) -> float | None:
+        if not self.env.cls:
+            return super().expected_new_tokens()
+        turns = self.planner.env_turns or self.env.max_turns
+        return self.planner.new_tokens or 2 * turns * self.ppo.gen.max_new_tokens
 
     def max_episodes(self) -> int:
         return (self.env.max_episodes or 2 * self.ppo.gen.max_num_seqs) if self.env.cls else 0

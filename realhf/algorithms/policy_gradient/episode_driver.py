@@ -39,8 +39,7 @@ class RolloutOptions:
 
     def max_len(self, prompt_length: int) -> int:
         """Return the maximum number of tokens of an episode's row."""
-        default = prompt_length + 2 * self.env.max_turns * self.gen.max_new_tokens
-        return min(self.env.max_episode_len or default, self.n_positions)
+        return min(self.env.max_len(prompt_length, self.gen.max_new_tokens), self.n_positions)
 
 
 @dataclass

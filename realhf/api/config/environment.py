@@ -5,6 +5,9 @@ from typing import Any
 
 from realhf.api.config.option import COUNT, FILE, FRACTION, GIGABYTES, NATURAL, SECONDS, opt
 
+MESSAGE_TOKENS = 256
+"""Tokens that a message of an environment may have by default."""
+
 
 @dataclass
 class EnvConfig:
@@ -15,8 +18,8 @@ class EnvConfig:
     tool_format: str = opt("hermes", "how the model writes tool calls: hermes (Qwen), llama3, mistral, qwen3_coder or "
                                      "pythonic")  # fmt: skip
     max_turns: int = opt(8, "maximum number of replies of the model per episode", COUNT)
-    max_episode_len: int | None = opt(None, "maximum tokens of an episode (default: the prompt, and max_turns times "
-                                            "max_new_tokens twice)", COUNT)  # fmt: skip
+    max_episode_len: int | None = opt(None, "maximum tokens of an episode (default: the prompt, max_turns replies, and "
+                                            "messages of as many tokens, at least 256 each)", COUNT)  # fmt: skip
     max_episodes: int | None = opt(None, "open episodes per model replica (default: 2 * max_num_seqs)", COUNT)
     partial_tokens: int | None = opt(None, "partial rollout: tokens that an episode samples per step; it goes on in "
                                            "the next step with newer weights", COUNT)  # fmt: skip
@@ -27,3 +30,9 @@ class EnvConfig:
     turn_discount: float = opt(1.0, "discount of rewards per turn", FRACTION)
     retries: int = opt(0, "play an episode again that has failed, up to so many times", NATURAL)
     max_failures: float = opt(0.05, "stop the run when more than this fraction of a step's episodes fails", FRACTION)
+
+    def max_len(self, prompt_length: int, max_new_tokens: int) -> int:
+        """Return the maximum number of tokens of an episode's row."""
+        message = max(max_new_tokens, MESSAGE_TOKENS)
+        default = prompt_length + message + self.max_turns * (max_new_tokens + message)
+        return self.max_episode_len or default

@@ -108,7 +108,12 @@ def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
 
 
 def workload_of(
-    config: ExperimentConfig, task: Task, rows: EncodedRows | None, sampling: GenerationConfig | None, samples: int
+    config: ExperimentConfig,
+    task: Task,
+    rows: EncodedRows | None,
+    sampling: GenerationConfig | None,
+    samples: int,
+    new_tokens: float | None = None,
 ) -> Workload:
     """Return the expected workload: dataset rows in the order of the run, and responses of the expected lengths.
 
@@ -125,7 +130,7 @@ def workload_of(
         lengths = [(len(row.prompt),) if sampling else row.sequence_lengths[:n_sequences] for row in first]
     if sampling is None:
         return Workload(tuple(lengths))
-    return Workload(tuple(lengths), response_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
+    return Workload(tuple(lengths), response_lengths(new_tokens, sampling.max_new_tokens), samples)
 
 
 def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
@@ -157,7 +162,8 @@ def planner_of(
 ) -> Planner:
     sampling = experiment.planned_sampling()
     roles = {name: _role_on(device, role) for name, role in experiment.roles().items()}
-    workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
+    samples, new_tokens = experiment.samples_per_prompt(), experiment.expected_new_tokens()
+    workload = workload_of(experiment, experiment.task, rows, sampling, samples, new_tokens)
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node

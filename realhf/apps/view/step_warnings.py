@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import median
 
-TRUNCATED = 0.95  # fraction of the responses
+TRUNCATED, CUT = 0.95, 0.5  # fraction of the responses, and of the episodes with environments
 KL_NATS, KL_GROWTH = 10.0, 10.0  # per token; relative to earlier steps, above 1 nat
 GRAD_NORM, GRAD_GROWTH = 1.0, 100.0  # at least; relative to earlier steps, which may have had no signal
 EQUAL = 1e-10  # relative variance of equal numbers, summed in float64
@@ -27,8 +27,12 @@ def step_warnings(metrics: Metrics, max_logprob_diff: float, before: Sequence[Me
             found[f"finite {name}"] = (
                 f"{name} is {value}: the weights may soon be NaN; lower the learning rate, or check rewards and data"
             )
-        elif statistic == "truncated" and value >= TRUNCATED and not call.startswith("eval"):
-            percent, is_episode = f"{100 * value:.3g}", f"{call}/turns" in metrics
+        elif (
+            statistic == "truncated"
+            and value >= (CUT if (is_episode := f"{call}/turns" in metrics) else TRUNCATED)
+            and not call.startswith("eval")
+        ):
+            percent = f"{100 * value:.3g}"
             found[f"truncated {call}"] = (
                 f"{percent}% of the episodes are cut at env.max_turns or env.max_episode_len; increase it, or check "
                 "that the environment ends them"

@@ -184,4 +184,5 @@ def test_the_length_of_an_episode_is_bounded() -> None:
         env = EnvConfig(max_turns=3, **options)
         return RolloutOptions(env, GenerationConfig(max_new_tokens=10), 1, n_positions, 1).max_len(7)
 
-    assert (longest(1000), longest(50), longest(50, max_episode_len=20)) == (67, 50, 20)
+    assert longest(10**6) == 7 + 256 + 3 * (10 + 256)
+    assert (longest(50), longest(50, max_episode_len=20)) == (50, 20)

@@ -84,7 +84,7 @@ def test_prompts_are_in_the_order_of_the_run() -> None:
     assert workload.response_lengths == (24,) and workload.samples == 3
     assert workload.dataset_rows(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
     assert workload.sampled_rows(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
-    short = workload_of(config_with(new_tokens=6), Task.math, data(lengths), SAMPLING, 1)
+    short = workload_of(config_with(), Task.math, data(lengths), SAMPLING, 1, new_tokens=6)
     assert mean(short.response_lengths) == 6 and max(short.response_lengths) <= 24
 
 

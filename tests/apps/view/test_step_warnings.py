@@ -24,6 +24,8 @@ def kinds(changes: dict[str, float], before: int = 5) -> set[str]:
         ({"gen/truncated": 1.0}, "truncated gen"),
         ({"eval_gen/truncated": 1.0}, ""),
         ({"actor_gen/truncated": 1.0, "actor_gen/turns": 8.0}, "truncated actor_gen"),
+        ({"actor_gen/truncated": 0.5, "actor_gen/turns": 8.0}, "truncated actor_gen"),
+        ({"actor_gen/truncated": 0.4, "actor_gen/turns": 8.0}, ""),
         ({"kl/ref": 1.5}, "kl"),
         ({"kl/ref": 0.9}, ""),
         ({"kl/ref": -50.0}, ""),
