@@ -154,9 +154,9 @@ class Done(Message, frozen=True):
     stats: Stats = {}
     state: State | None = None
     values: dict[str, Any] = {}
-    carried: BatchMeta | None = None
     trace: bytes = b""
     metrics: tuple[int, ...] = ()
+    carried: BatchMeta | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -258,7 +258,8 @@ class Master:
         if "tokens" not in keys or not limit:
             return
         prompts = range(span.start, span.stop if limit < 0 else min(span.stop, span.start + limit))
-        rows_by_rank = self.state.holders_of(prompts, keys)
+        if not (rows_by_rank := self.state.holders_of(prompts, keys)):
+            return  # no episode of a partial rollout is over
 
         def write(replies: list[messages.Done]) -> None:
             self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)

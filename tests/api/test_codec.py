@@ -58,7 +58,7 @@ REQUESTS = [
     FreeRows(0, 4),
     Shutdown(),
 ]
-DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", (4, 0))
+DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", (4, 0), META)
 REPLIES = [
     Hello(0, 77, "h", 9),
     Ready(1, {"seconds": 0.5}),

@@ -56,6 +56,15 @@ def test_with_constant_weights_the_episodes_are_those_of_whole_rollouts(
     assert all(line["actor_train/logprob_diff"] < 1e-4 for line in runs["partial"].curve)
 
 
+def test_steps_in_which_no_episode_ends(
+    words: list[str], loose: str, realhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    options = [*words, loose, *KINDS["grpo"], "env.partial_tokens=1", "exp_ctrl.total_train_steps=3"]
+    run = realhf("grpo", tmp_path, options)
+    assert len(run.metrics) == 3 and run.metrics[2]["actor_gen/carried"] == 3
+    assert "importance weights" in run.output  # a warning: ppo.recompute_logprobs is not set
+
+
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=9", "n_gpus_per_node=2", *KINDS["grpo"], *PARTIAL]
 
 

@@ -136,3 +136,37 @@ def test_episodes_with_vllm(options: list[str], tmp_path: Path) -> None:
     for run in runs.values():
         assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
         assert [row["turns"] for row in run.generations(1)] == [row["turns"] for row in whole.generations(1)]
+
+
+FORKS = '''
+from realhf.environments import Turn
+
+
+class Forks:
+    """Sends the whole conversation as tokens: goes on, forks at the first reply, and returns to the longest."""
+
+    def reset(self, row, seed):
+        self.seen = [[5, 6, 7]]
+        return Turn(tokens=self.seen[0], whole=True)
+
+    def step(self, reply):
+        self.seen.append([*self.seen[-1], *reply.tokens, 5 + len(self.seen)])
+        if len(self.seen) == 4:
+            self.seen[-1] = [*self.seen[1], 9]
+        if len(self.seen) == 5:
+            self.seen[-1] = [*self.seen[2], 8]
+        return Turn(tokens=self.seen[-1], whole=True, reward=sum(reply.tokens) % 7 / 7, done=len(self.seen) == 6)
+'''
+
+
+def test_forked_and_partial_episodes_with_vllm(options: list[str], tmp_path: Path) -> None:
+    """The trainer computes the log-probabilities of vLLM in every row; unfinished episodes go on a step later."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    words = [*(word for word in options if not word.startswith("reward.fn")), f"env.cls={tmp_path}/forks.py:Forks",
+             "ppo.recompute_logprobs=True", "exp_ctrl.total_train_steps=3", "n_logged_generations=-1"]  # fmt: skip
+    partial = [WITH_VLLM, "env.partial_tokens=5"]
+    runs = run_all("grpo", tmp_path, {"whole": [WITH_VLLM], "partial": partial}, words)
+    whole, later = runs["whole"], runs["partial"]
+    assert all(line["actor_train/logprob_diff"] < 1e-5 for line in whole.metrics)
+    assert whole.metrics[0]["actor_gen/rows"] > 2 and whole.metrics[0]["tokens/drifted"] == 0
+    assert later.metrics[0]["actor_gen/carried"] > 0 and max(line["actor_gen/token_age"] for line in later.metrics) > 0
