@@ -164,7 +164,7 @@ def test_forked_and_partial_episodes_with_vllm(options: list[str], tmp_path: Pat
     (tmp_path / "forks.py").write_text(FORKS)
     words = [*(word for word in options if not word.startswith("reward.fn")), f"env.cls={tmp_path}/forks.py:Forks",
              "ppo.recompute_logprobs=True", "exp_ctrl.total_train_steps=3", "n_logged_generations=-1"]  # fmt: skip
-    partial = [WITH_VLLM, "env.partial_tokens=5"]
+    partial = [WITH_VLLM, "env.partial_tokens=16", "exp_ctrl.total_train_steps=6"]
     runs = run_all("grpo", tmp_path, {"whole": [WITH_VLLM], "partial": partial}, words)
     whole, later = runs["whole"], runs["partial"]
     assert all(line["actor_train/logprob_diff"] < 1e-5 for line in whole.metrics)
