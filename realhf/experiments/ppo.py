@@ -5,14 +5,26 @@ from math import inf
 
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
+from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.options.checks import eval_problems, ppo_problems, ppo_warnings, truncation_warnings, unmet
+from realhf.api.machine import EnvironmentLoad
+from realhf.environments.loading import is_async_class
+from realhf.experiments.options.checks import (
+    env_problems,
+    env_warnings,
+    eval_problems,
+    ppo_problems,
+    ppo_warnings,
+    truncation_warnings,
+    unmet,
+)
 from realhf.experiments.options.models import (
     COMPARED,
     RewardModels,
+    episode_call,
+    episode_rewards,
     has_model,
     reference_problems,
     reference_role,
@@ -43,13 +55,21 @@ class PPOExperiment(Experiment):
     actor_train: MFCConfig = opt(MFCConfig, "actor training")
     critic_train: MFCConfig = opt(MFCConfig, "critic training")
     ppo: PPOConfig = opt(PPOConfig, "the algorithm")
+    env: EnvConfig = opt(EnvConfig, "an environment: multi-turn rollouts with its rewards")
     evaluation: EvaluationConfig = opt(EvaluationConfig, "sampling on held-out prompts")
 
-    task = Task.prompt
+    @property
+    def task(self) -> Task:  # type: ignore[override]
+        return Task.episode if self.env.cls else Task.prompt
 
     def reward_mfcs(self) -> list[MFC]:
         """Return the calls that produce ``rewards``, ``rew_inf`` last."""
-        return self._reward_models.calls(self.ppo, self._batch)
+        if not self.env.cls:
+            return self._reward_models.calls(self.ppo, self._batch)
+        *members, last = self._reward_models.calls(PPOConfig(), self._batch)
+        key = "model_scores"
+        scores = replace(last, name=f"rew_{len(members)}_inf", outputs=(key,), aliases=((key, "rewards"),))
+        return [*members, scores, episode_rewards("rew_inf", self.ppo, self._batch, (key,))]
 
     @property
     def _reward_models(self) -> RewardModels:
@@ -62,7 +82,7 @@ class PPOExperiment(Experiment):
     @property
     def drops_rows(self) -> bool:
         """Whether the reward call selects responses."""
-        return self.samples_per_prompt() > self.ppo.group_size or self.ppo.dynamic_sampling
+        return bool(self.env.cls) or self.samples_per_prompt() > self.ppo.group_size or self.ppo.dynamic_sampling
 
     @property
     def has_reference(self) -> bool:
@@ -101,9 +121,14 @@ class PPOExperiment(Experiment):
     def rollout_mfc(self) -> MFC:
         actor = InterfaceSpec("ppo_actor", to_plain(self.ppo))
         outputs = ("tokens", "prompt_mask", "logprobs", "truncated")
+        if self.env.cls:
+            return episode_call("actor_gen", "actor", self.env, self.ppo.gen, self.samples_per_prompt(), self._batch)
         return MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), outputs, self._batch)
 
     def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
+        if self.env.cls:
+            env = replace(self.env, partial_tokens=None)
+            return episode_call("eval_gen", "actor", env, sampling, sampling.n, self._batch)
         return sampling_call("eval_gen", "actor", sampling, self._batch)
 
     def more_mfcs(self) -> list[MFC]:
@@ -144,12 +169,34 @@ class PPOExperiment(Experiment):
     def sampling_options(self) -> GenerationConfig | None:
         return self.ppo.gen
 
+    def planned_sampling(self) -> GenerationConfig:
+        if not self.env.cls:
+            return self.ppo.gen
+        return replace(self.ppo.gen, max_new_tokens=self.env.max_len(0, self.ppo.gen.max_new_tokens))
+
+    def expected_new_tokens(self) -> float | None:
+        if not self.env.cls:
+            return super().expected_new_tokens()
+        turns = self.planner.env_turns or self.env.max_turns
+        return self.planner.new_tokens or 2 * turns * self.ppo.gen.max_new_tokens
+
+    def max_episodes(self) -> int:
+        return (self.env.max_episodes or 2 * self.ppo.gen.max_num_seqs) if self.env.cls else 0
+
+    def environment_load(self) -> EnvironmentLoad | None:
+        env, planner = self.env, self.planner
+        if not env.cls or not planner.env_latency:
+            return None
+        per_process = env.max_concurrency if is_async_class(env.cls) else 1
+        turns = planner.env_turns or env.max_turns
+        return EnvironmentLoad(turns, planner.env_latency, env.workers, per_process, self.max_episodes())
+
     def samples_per_prompt(self) -> int:
         return self.ppo.generation_size or self.ppo.group_size
 
     def score_range(self) -> tuple[float, float]:
         """Return the lowest and the highest score of a response."""
-        return (-inf, inf) if self.score.type in COMPARED else (0.0, 1.0)
+        return (-inf, inf) if self.env.cls or self.score.type in COMPARED else (0.0, 1.0)
 
     def problems(self) -> list[str]:
         problems = unmet([
@@ -161,9 +208,15 @@ class PPOExperiment(Experiment):
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
         ])  # fmt: skip
+        if self.env.cls:
+            is_plain = type(self).more_mfcs is PPOExperiment.more_mfcs
+            problems += env_problems(self.env, self.ppo, self.max_staleness)
+            problems += unmet([(is_plain, "env.cls: this algorithm is for single responses; use grpo, rloo, "
+                                          "reinforce-pp, ppo-math or ppo")])  # fmt: skip
         problems += reference_problems(self.ref)
         problems += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)
         return problems + self._reward_models.problems()
 
     def warnings(self) -> list[str]:
-        return ppo_warnings(self.ppo, self.max_staleness) + truncation_warnings(self.ppo, self.score_range())
+        env = env_warnings(self.env, self.ppo) if self.env.cls else []
+        return ppo_warnings(self.ppo, self.max_staleness) + truncation_warnings(self.ppo, self.score_range()) + env

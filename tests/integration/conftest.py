@@ -22,6 +22,7 @@ PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console(
 TIMING_METRICS = (
     "time/",
     "actor_gen/env_step",
+    "eval_gen/env_step",
     "memory/",
     "tokens/per_s",
     "flops/model_per_s",

@@ -183,6 +183,26 @@ def test_failed_episodes_are_dropped_and_counted(
     )
 
 
+def test_a_reward_model_scores_whole_episodes(
+    words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path
+) -> None:
+    """Its score is added to the rewards of turns; a failed episode has none."""
+    (config,) = (word.partition("=")[2] for word in words if word.startswith("actor.config="))
+    models = [
+        f"{role}.{option}" for role in ("rew", "critic") for option in ("init_from_scratch=True", f"config={config}")
+    ]
+    options = [*words, loose, *models, "ppo.group_size=2", "exp_ctrl.total_train_steps=2", "dataset.eval_fraction=0.3"]
+    runs = realhf_all("ppo", tmp_path, {"d1": [], "d2": ["n_gpus_per_node=2"]}, options)
+    run = runs["d1"]
+    assert same_curve(run, runs["d2"]) == []
+    rows = run.generations(1)
+    turns = [sum(turn.get("reward", 0.0) for turn in row["turns"]) for row in rows]
+    assert [row["rewards"] for row in rows] == pytest.approx(
+        [total + row["model_scores"] for total, row in zip(turns, rows, strict=True)], abs=1e-5
+    )
+    assert len({row["model_scores"] for row in rows}) > 2 and "eval/reward" in run.evaluations[-1]["metrics"]
+
+
 SOMETIMES = """
 import random
 from pathlib import Path

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from realhf.algorithms.policy_gradient.advantages import episode_numbers, group_sums
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, RolloutOptions
 from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeGroup
@@ -192,7 +193,10 @@ def episode_stats(episodes: Sequence[Episode]) -> Stats:
 
 
 class EpisodeRewards:
-    """Returns ``rewards`` of episodes. Reads ``scores prompt_mask episode``; episodes that failed are dropped."""
+    """Returns ``rewards`` of episodes. Reads ``scores prompt_mask episode``; episodes that failed are dropped.
+
+    ``model_scores`` of a reward model are added: of an episode, the mean over its rows.
+    """
 
     config_type = PPOConfig
 
@@ -200,6 +204,10 @@ class EpisodeRewards:
         self.config = config
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        rows, stats = rewards_of(batch, batch["scores"], self.config)
+        scores = batch["scores"]
+        if "model_scores" in batch.columns:
+            sums, sizes = group_sums(batch["model_scores"], episode_numbers(batch))
+            scores = scores + (sums / sizes).to(scores.dtype)
+        rows, stats = rewards_of(batch, scores, self.config)
         del stats["failed"]  # a statistic of the rollout
         return rows, stats

@@ -57,14 +57,17 @@ def reward_problems(reward: RewardConfig) -> list[str]:
     return problems + [line for fn in [*fns, *patterns] for line in check_fn(fn)]
 
 
-def env_problems(env: EnvConfig, ppo: PPOConfig, reward: RewardConfig) -> list[str]:
+def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str]:
     """Return the invalid options of multi-turn rollouts."""
     known = ", ".join(TOOL_CALL_PARSERS)
     return check_class(env.cls) + unmet([
         (env.tool_format in TOOL_CALL_PARSERS, f"env.tool_format={env.tool_format}: it must be one of {known}"),
         (not env.sandbox or not env.cls.startswith("realhf.environments.agents"),
          "env.sandbox=True has no network, and agents need one: isolate the program yourself, as in a container"),
-        (reward == RewardConfig(), "env.cls and reward.* are set: rewards come from the environment"),
+        (not (env.partial_tokens and max_staleness),
+         "env.partial_tokens and max_staleness are set: a partial rollout already uses older weights"),
+        (not (env.partial_tokens and ppo.dynamic_sampling),
+         "env.partial_tokens and ppo.dynamic_sampling are set: unfinished prompts would be replaced"),
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
         (env.turn_discount == 1 or ppo.advantage.name in ("group", "rloo"),

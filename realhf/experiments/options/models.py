@@ -144,9 +144,11 @@ def episode_call(name: str, role: str, env: EnvConfig, gen: GenerationConfig, n:
     return replace(call, outputs=(*outputs, "versions"), carried=("carried",)) if env.partial_tokens else call
 
 
-def episode_rewards(name: str, ppo: PPOConfig, batch: int) -> MFC:
+def episode_rewards(name: str, ppo: PPOConfig, batch: int, model_scores: tuple[str, ...] = ()) -> MFC:
+    """Return the call that adds ``model_scores``, of reward models, to the rewards of episodes."""
     interface = InterfaceSpec("episode_rewards", to_plain(ppo))
-    return MFC(name, None, Kind.INFERENCE, interface, ("prompt_mask", "episode", "scores"), ("rewards",), batch)
+    inputs = ("prompt_mask", "episode", "scores", *model_scores)
+    return MFC(name, None, Kind.INFERENCE, interface, inputs, ("rewards",), batch)
 
 
 def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:
