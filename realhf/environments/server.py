@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from realhf.base.child_process import describe, die_with_parent, error_reply, limit, send, take_over_streams
+from realhf.base.process import raise_fd_limit
 from realhf.environments.loading import load_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.types import Reply, Turn, reply_of, turn_to_json
@@ -30,6 +31,7 @@ SECONDS_PER_YEAR = 365 * 86400
 
 def main(options: dict[str, Any]) -> None:
     """Serve until stdin is closed."""
+    raise_fd_limit()  # an agent has two connections
     requests, replies = take_over_streams()
     if os.getpgrp() != os.getpid():
         os.setpgrp()

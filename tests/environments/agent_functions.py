@@ -93,6 +93,11 @@ async def crowded(row, base_url):
     return float(sorted(one.choices[0].message.content for one in answers) == sorted(f"reply {k}" for k in range(20)))
 
 
+async def brief(row, base_url):
+    choice = (await client(base_url).chat.completions.create(model="m", messages=[USER])).choices[0]
+    return float(choice.message.content == "yes")
+
+
 async def endless(row, base_url):
     """Asks until it is refused."""
     number = 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,34 @@ def test_large_rows_and_outputs(code: str, play: Play) -> None:
     """Of a program that reads its row or not; only the end of the output counts."""
     turns, failure = play(AGENT, program(f"{code}print('x' * 5 * 10**6); print(0.5)"), {"text": "x" * 5 * 10**6})
     assert failure is None and turns[-1].reward == 0.5
+
+
+@pytest.mark.slow
+def test_many_agents_at_a_time() -> None:
+    """More connections than the soft limit of open files, all of which wait for their replies."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    n = 200
+    pool = EnvPool(EnvOptions(f"{FUNCTIONS}:brief", {}, 1, TIMEOUT_S, max_concurrency=n))
+    rewards, waiting, end = list[float](), list[int](), time.monotonic() + TIMEOUT_S
+    try:
+        for number in range(n):
+            pool.reset(number, {}, number)
+        while len(rewards) < n and time.monotonic() < end:
+            for answer in pool.poll(1.0):
+                assert isinstance(answer.result, Turn), answer.result
+                if answer.result.done:
+                    rewards.append(answer.result.reward)
+                else:
+                    waiting.append(answer.episode)
+            if len(waiting) == n:
+                for number in waiting:
+                    pool.step(number, Reply("yes", [1]))
+                waiting.clear()
+    finally:
+        pool.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rewards == [1.0] * n
 
 
 @pytest.mark.parametrize("how", ["timeout", "pool"])
