@@ -218,6 +218,10 @@ class EpisodeDriver:
 
     def _pause(self, one: _OpenEpisode, request: TurnRequest) -> None:
         one.episode.history = self._pool.history(one.number)
+        if not one.episode.history:  # lost, while the model replied
+            one.episode.failure = "died: its environment could not be played again"
+            self._end(one, request)
+            return
         self.paused[one.episode.key] = one.number
         self._release(one, request)
 
