@@ -258,12 +258,14 @@ class Master:
         if "tokens" not in keys or not limit:
             return
         prompts = range(span.start, span.stop if limit < 0 else min(span.stop, span.start + limit))
-        if not (rows_by_rank := self.state.holders_of(prompts, keys)):
-            return  # no episode of a partial rollout is over
+        rows_by_rank = self.state.holders_of(prompts, keys)
 
         def write(replies: list[messages.Done]) -> None:
             self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)
 
+        if not rows_by_rank:  # no episode of a partial rollout is over
+            write([])
+            return
         request = self._request(rows_by_rank, f"the generations of step {span.step + 1}", span.step, write)
         for rank, rows in rows_by_rank.items():
             self.channel.send((rank,), messages.ReadRows(request, tuple(rows), keys))
