@@ -150,11 +150,12 @@ def parse_pythonic(text: str) -> list[ToolCall]:
     """Parse ``[name(a=1, b="x"), ...]``, the format of Llama 4; arguments are literals and have names."""
     text = answer_part(text)
     before, mark, after = text.partition(PYTHON_MARKS[0])
-    text = after.rpartition(PYTHON_MARKS[1])[0] or after if mark else text
-    start = _after_space(text, 0) if mark else -1
-    if not mark and (found := PYTHON_START.search(text)):
-        start = found.start()
-    if start < 0:
+    if bare := PYTHON_START.search(before):  # a mark after it is in an argument
+        start = bare.start()
+    elif mark:
+        text = after.rpartition(PYTHON_MARKS[1])[0] or after
+        start = _after_space(text, 0)
+    else:
         return []
     calls, parser = list[ToolCall](), _Literals(text, start)
     try:

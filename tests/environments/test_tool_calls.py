@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from realhf.environments import ToolCall
@@ -75,6 +75,8 @@ WRITERS: list[tuple[str, Writer]] = [
 
 @pytest.mark.parametrize(("format", "write"), WRITERS)
 @given(calls=CALLS, before=PROSE, after=PROSE)
+@example(calls=[ToolCall("_", {"_": "<|python_start|>"})], before="", after="")
+@example(calls=[ToolCall("_", {"_": "<|python_end|>"})], before="", after="")
 def test_calls_are_parsed_back_whatever_is_around(
     format: str, write: Writer, calls: list[ToolCall], before: str, after: str
 ) -> None:
