@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import zlib
+from pathlib import Path
 
 ODD = ["🙂🙂", "<|im_end|>", "<|im_start|>assistant\n", "\ufffd", "é\u202e", "</s>", "  \n\n"]
 
@@ -19,7 +21,19 @@ def reward_of(contents: list[str]) -> float:
     return zlib.crc32("".join(contents).encode()) % 7 / 7
 
 
-def program(n_turns: int = 3) -> None:
+def die_once(folder: str | None, key: str) -> None:
+    """Kill this process the first time that a key is seen in a folder: for a third of the keys, up to about 8."""
+    number = zlib.crc32(key.encode())
+    if not folder or number % 3 or len(os.listdir(folder)) >= 8:
+        return
+    try:
+        Path(folder, f"{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def program(deaths: str | None = None, n_turns: int = 3) -> None:
     from openai import OpenAI
 
     row = json.load(sys.stdin)
@@ -29,13 +43,14 @@ def program(n_turns: int = 3) -> None:
     for _ in range(n_turns):
         message = client.chat.completions.create(model="policy", messages=messages, temperature=1.0).choices[0].message
         said.append(message.content)
+        die_once(deaths, f"{row} {said}")
         messages += [message, {"role": "user", "content": answer(message.content)}]
     assert os.environ["REALHF_SEED"]
     print("it is done", flush=True)
     print(json.dumps({"reward": reward_of(said), "turns": n_turns}))
 
 
-async def chat(row: dict, base_url: str, seed: int, n_turns: int = 3) -> dict:
+async def chat(row: dict, base_url: str, seed: int, deaths: str | None = None, n_turns: int = 3) -> dict:
     """The same conversation as an async function."""
     from openai import AsyncOpenAI
 
@@ -45,6 +60,7 @@ async def chat(row: dict, base_url: str, seed: int, n_turns: int = 3) -> dict:
     for _ in range(n_turns):
         message = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
         said.append(message.content)
+        die_once(deaths, f"{row} {said}")
         messages += [message.model_dump(), {"role": "user", "content": answer(message.content)}]
     return {"reward": reward_of(said), "turns": n_turns}
 
@@ -103,4 +119,4 @@ class Chat:
 
 
 if __name__ == "__main__":
-    program()
+    program(*sys.argv[1:])

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_chat import tokenizer
-from tests.integration.conftest import Run, same_curve, start
-from tests.integration.test_episodes import kill_environments
-from tests.integration.test_resume import files, kill, resume
+from tests.integration.conftest import Run, same_curve
+from tests.integration.kills import check_deaths, check_kill
 from tests.scaling import examples
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -75,21 +74,15 @@ def test_agents_train_the_rows_of_an_environment(
 def test_kills_do_not_change_what_agents_have_said(
     words: list[str], realhf: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Of the agents, of the processes with their endpoint, and of the master."""
-    options = [*words, "exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=9", "exp_ctrl.total_train_steps=6"]
-    cases = {"realhf.environments.server": [f"env.cls={AGENTS}:chat"], str(AGENTS): PROGRAM}
-    whole = realhf("grpo", tmp_path / "whole", [*options, f"env.cls={AGENTS}:chat"])
-    for number, (command, agent) in enumerate(cases.items()):
-        started = start("grpo", tmp_path / f"{number}", [*options, *agent, "env.retries=99"])
-        n_killed = kill_environments(started, command, every_s=2.5)
-        found = started.finish()
-        assert found.code == 0 and n_killed > 2, found.output
-        assert files(found) == files(whole), command
-    started = start("grpo", tmp_path / "master", [*options, f"env.cls={AGENTS}:chat"])
-    started.wait_for_checkpoint()
-    kill(started, 3, "master")
-    found = resume(started.root)
-    assert found.code == 0 and files(found) == files(whole), found.output
+    """Of the processes with the endpoint, of the agents, and of the master."""
+    options = [*words, "exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=9", "exp_ctrl.total_train_steps=4"]
+    chat = f"env.cls={AGENTS}:chat"
+    whole = realhf("grpo", tmp_path / "whole", [*options, chat])
+    deaths = "env.options.deaths={folder}"
+    check_deaths(whole, tmp_path / "endpoint", [*options, chat, "env.retries=9"], deaths, at_least=5)
+    deaths = f"env.options.command={sys.executable} {AGENTS} {{folder}}"
+    check_deaths(whole, tmp_path / "agent", [*options, PROGRAM[0], "env.retries=9"], deaths, at_least=5)
+    check_kill(whole, tmp_path / "master", [*options, chat], 2, "master")
 
 
 def test_a_forked_history_is_a_row_of_its_own(

@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, TIMEOUT_S, Run, Started, same_curve, start
-from tests.integration.test_resume import files, kill, resume
+from tests.integration.conftest import REPOSITORY, TIMEOUT_S, Run, same_curve, start
+from tests.integration.kills import check_deaths, check_kill
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -58,12 +57,18 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 LOOSE = '''
 from realhf.environments import Turn
 from examples.guess_number import GuessNumber
+from tests.integration.agents import die_once
 
 
 class Loose(GuessNumber):
     """Takes any text as a guess; its hints depend on it."""
 
+    def __init__(self, deaths=None):
+        self.deaths, self.said = deaths, ""
+
     def step(self, reply):
+        self.said += f"{self.secret} {reply.tokens}"
+        die_once(self.deaths, self.said)
         value = sum(reply.tokens) % 16
         if value == self.secret:
             return Turn(reward=1.0, done=True)
@@ -116,49 +121,8 @@ def test_kills_do_not_change_the_result(
     options = [*words, loose, *OFTEN]
     whole = realhf("grpo", tmp_path / "whole", options)
     for whom in ("master", "worker"):
-        started = start("grpo", tmp_path / whom, options)
-        started.wait_for_checkpoint()
-        kill(started, 4, whom)
-        found = resume(started.root)
-        assert found.code == 0, found.output
-        assert found.curve == whole.curve and files(found) == files(whole)
-    started = start("grpo", tmp_path / "environment", options)
-    n_killed = kill_environments(started)
-    found = started.finish()
-    assert found.code == 0, found.output
-    assert n_killed > 2 and found.curve == whole.curve and files(found) == files(whole)
-
-
-def kill_environments(started: Started, command: str = "realhf.environments.server", every_s: float = 0.1) -> int:
-    """Kill environment processes of a run from time to time until it ends; return how many."""
-    n, end = 0, time.monotonic() + TIMEOUT_S
-    while started.process.poll() is None and time.monotonic() < end:
-        for pid in descendants(started.process.pid, command)[:1]:
-            subprocess.run(["kill", "-9", str(pid)], check=False)
-            n += 1
-        time.sleep(every_s)
-    return n
-
-
-def descendants(master: int, command: str) -> list[int]:
-    """Return the processes with a command that descend from a process."""
-    parents, found = dict[int, int](), list[int]()
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-            if command.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
-                found.append(int(entry))
-        except OSError:
-            continue
-
-    def descends(pid: int) -> bool:
-        while pid > 1:
-            pid = parents.get(pid, 0)
-            if pid == master:
-                return True
-        return False
-
-    return [pid for pid in found if descends(pid)]
+        check_kill(whole, tmp_path / whom, options, 4, whom)
+    check_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Run, same_curve, start
-from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, kill_environments, loose, words
-from tests.integration.test_resume import files, kill, resume
+from tests.integration.kills import check_deaths, check_kill
+from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, loose, words
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 PARTIAL = ["env.partial_tokens=4", "ppo.recompute_logprobs=True"]
@@ -78,17 +78,8 @@ def test_kills_do_not_change_a_partial_rollout(
     options = [*words, loose, *OFTEN]
     whole = realhf("grpo", tmp_path / "whole", options)
     for whom in ("master", "worker"):
-        started = start("grpo", tmp_path / whom, options)
-        started.wait_for_checkpoint()
-        kill(started, 4, whom)
-        found = resume(started.root)
-        assert found.code == 0, found.output
-        assert found.curve == whole.curve and files(found) == files(whole), whom
-    started = start("grpo", tmp_path / "environment", options)
-    n_killed = kill_environments(started)
-    found = started.finish()
-    assert found.code == 0, found.output
-    assert n_killed > 2 and found.curve == whole.curve and files(found) == files(whole)
+        check_kill(whole, tmp_path / whom, options, 4, whom)
+    check_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5)
 
 
 @pytest.mark.parametrize(
