@@ -67,7 +67,7 @@ def make_model(size: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
     """Save a model whose next token is a function of the last one: the words, the call, the end of the turn."""
     torch.manual_seed(0)
     model = SIZES[size][1]()
-    chain = tokenizer.convert_tokens_to_ids([*WORDS, CALL, "<|im_end|>"])
+    chain = [int(tokenizer.convert_tokens_to_ids(word)) for word in (*WORDS, CALL, "<|im_end|>")]
     embedding = torch.nn.functional.normalize(torch.randn_like(model.model.embed_tokens.weight), dim=1)
     head = torch.zeros_like(model.lm_head.weight)
     head[chain[0]] = -embedding[chain].sum(0)  # any other token starts the chain
