@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import PROGRAM, REPOSITORY, TIMEOUT_S, Run, Started, same_curve
+from tests.integration.test_agents import AGENTS, chat_words
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -71,6 +72,20 @@ def test_two_nodes_give_the_curve_of_one_machine(
     assert " is running on n[" in run.output and "done    3 steps" in run.output and " is completed" in run.output
     assert same_curve(four_worker_run, run) == []
     assert left(cluster, tmp_path, live_processes) == ({}, "")
+
+
+def test_environments_and_agents_run_on_the_nodes(cluster: SlurmCluster, realhf_start: Start, tmp_path: Path) -> None:
+    words = [*chat_words("qwen2_5", tmp_path), f"env.cls={AGENTS}:chat", "env.workers=1"]
+    (here, there) = (
+        realhf_start("grpo", tmp_path / name, [*words, *where]).finish()
+        for name, where in {
+            "here": ["n_gpus_per_node=2"],
+            "there": ["mode=slurm", "n_nodes=2", "n_gpus_per_node=1"],
+        }.items()
+    )
+    assert here.code == there.code == 0, there.output
+    assert same_curve(here, there) == [] and there.curve[0]["env/turns"] == 3
+    assert there.generations(1) == here.generations(1)
 
 
 def test_a_cancelled_job_ends_the_run(
