@@ -31,11 +31,15 @@ class Task(Enum):
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The model of a role. ``starts_as`` names the role whose random initial weights it copies."""
+    """The model of a role. ``starts_as`` names the role whose random initial weights it copies.
+
+    With ``is_base`` it is the frozen model below the LoRA adapters of ``spec``.
+    """
 
     spec: ModelSpec
     scalar_head: bool = False
     starts_as: str | None = None
+    is_base: bool = False
 
 
 class Experiment(ExperimentConfig):

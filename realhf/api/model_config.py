@@ -8,6 +8,19 @@ KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters of a frozen model: weights W act as W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1).
+
+    ``targets`` are names of modules of the Hugging Face model (``q_proj``); empty: all products of the blocks, but
+    not the router. Rank 0 stands for the frozen model alone.
+    """
+
+    rank: int
+    scaling: float = 1.0
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str
     n_layers: int
@@ -52,6 +65,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     padding_row: int | None = None  # row of the embedding that gets no gradient from inputs
+    lora: Lora | None = None  # adapters; None: all weights may be trained
 
     @property
     def pre_norms(self) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.low_rank import LowRank, linear
 from realhf.ops.activations import activate
 from realhf.ops.moe import (
     add_loss,
@@ -46,7 +47,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of attention; query, key and value are one matrix."""
+    """Weights of attention; query, key and value are one matrix. ``qkv_adapter`` and ``o_adapter`` are LoRA's."""
 
     norm: Norm | None
     wqkv: Tensor
@@ -56,6 +57,8 @@ class Attention:
     wo: Tensor
     bo: Tensor | None
     post_norm: Norm | None
+    qkv_adapter: LowRank | None = None
+    o_adapter: LowRank | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Mlp:
     down: Tensor
     b_down: Tensor | None
     post_norm: Norm | None
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Experts:
     up: Tensor
     down: Tensor
     post_norm: Norm | None
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
     @property
     def up_rows(self) -> Tensor:
@@ -88,7 +95,9 @@ class Experts:
     @cached_property
     def are_grouped(self) -> bool:
         """Whether all experts are one product, without waiting for the device."""
-        return has_grouped_kernel(self.up_rows, self.down)
+        adapters = [adapter for adapter in (self.up_adapter, self.down_adapter) if adapter is not None]
+        thin = [matrix.to(self.up.dtype) for adapter in adapters for matrix in (adapter.a, adapter.b)]
+        return has_grouped_kernel(self.up_rows, self.down, *thin)
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,8 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
 
     def project(x: Tensor) -> Tensor:
-        return F.linear(tp_region.copy_to_tp(_normalise(attention.norm, x)), attention.wqkv, attention.bqkv)
+        inner = tp_region.copy_to_tp(_normalise(attention.norm, x))
+        return linear(inner, attention.wqkv, attention.bqkv, attention.qkv_adapter)
 
     qkv = context.product(project, x) if attention.norm is not None else project(x)
     qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
@@ -166,7 +176,7 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
             q, k = _norm_projections(attention.q_norm, attention.k_norm, q, k, context)
         qkv = torch.cat((q, k, v), 1)
     mixed = context.attend(index, qkv).flatten(1, 2)
-    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context)
+    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
 
 
 def _norm_heads(norm: Norm, x: Tensor, context: ForwardContext) -> Tensor:
@@ -209,16 +219,16 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
     config = context.config
 
     def expand(inner: Tensor) -> Tensor:
-        return F.linear(context.tp_region.copy_to_tp(_normalise(mlp.norm, inner)), mlp.up, mlp.b_up)
+        return linear(context.tp_region.copy_to_tp(_normalise(mlp.norm, inner)), mlp.up, mlp.b_up, mlp.up_adapter)
 
     def activated(wide: Tensor) -> Tensor:
         return activate(wide, config.activation, config.mlp == "gated")
 
     wide = context.product(expand, mlp_input) if mlp.norm is not None else expand(mlp_input)
     if context.recomputes_inputs:
-        product = context.product(lambda wide: F.linear(activated(wide), mlp.down), wide)
+        product = context.product(lambda wide: linear(activated(wide), mlp.down, None, mlp.down_adapter), wide)
         return _add(x, product, mlp.b_down, mlp.post_norm, context)
-    return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context)
+    return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context, mlp.down_adapter)
 
 
 def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
@@ -229,9 +239,14 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
     chosen = tp_region.all_gather_tokens(chosen)
     by_expert = sort_by_expert(chosen, config.n_experts, experts.are_grouped)
     tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
-    wide = grouped_linear(tokens, experts.up_rows, by_expert)
-    wide = activate(wide, config.activation, config.mlp == "gated")
-    partial = combine(grouped_linear(wide, experts.down, by_expert), tp_region.copy_to_tp(weights), by_expert)
+
+    def product(x: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
+        y = grouped_linear(x, weight, by_expert)
+        return y if adapter is None else adapter.add_to_experts(y, x, by_expert)
+
+    wide = product(tokens, experts.up_rows, experts.up_adapter)
+    wide = product(activate(wide, config.activation, config.mlp == "gated"), experts.down, experts.down_adapter)
+    partial = combine(wide, tp_region.copy_to_tp(weights), by_expert)
     after = _add(x, partial, None, experts.post_norm, context)
     if router_loss is None:
         return after, None
@@ -243,14 +258,20 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
 
 
 def _add_product(
-    x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm: Norm | None,
+    context: ForwardContext,
+    adapter: LowRank | None,
 ) -> Tensor:
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
     if context.tp_region.group.size > 1 or post_norm is not None:
-        return _add(x, F.linear(inner, weight), bias, post_norm, context)
-    if bias is None:
-        return torch.addmm(x, inner, weight.t())  # fuses the residual addition
-    return x + F.linear(inner, weight, bias)
+        return _add(x, linear(inner, weight, None, adapter), bias, post_norm, context)
+    fused = bias is None  # with the residual addition
+    x = torch.addmm(x, inner, weight.t()) if fused else x + F.linear(inner, weight, bias)
+    return x if adapter is None else adapter.add_to(x, inner)
 
 
 def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext) -> Tensor:

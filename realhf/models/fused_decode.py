@@ -4,8 +4,9 @@ Small models are bound by operator overhead in decoding: a block takes thirty op
 unfused path of ``Transformer.decode`` is the reference implementation.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,15 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
+from realhf.models.low_rank import LowRank
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams
 
 TILE_N = 16
 """Output rows per tile of a weight, ``[in, TILE_N]``."""
+N_WEIGHTS = 16
+"""Of a block."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,13 @@ class FusedBlocks:
     n_heads: int
     weights: tuple[Tensor, ...]
     rules: tuple[ScoreParams, ...]
+    adapters: dict[int, LowRank] = field(default_factory=dict)
+    """The LoRA adapters of some weights, by their indices, which ``tiled`` merges."""
 
     def tiled(self) -> "FusedBlocks":
         """Copy the matrices into tiles, the order in which the kernel reads them."""
-        return replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in self.weights))
+        merged = (self.adapters[i].merged(w) if i in self.adapters else w for i, w in enumerate(self.weights))
+        return replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in merged), adapters={})
 
     def __call__(
         self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
@@ -61,16 +68,29 @@ def fuse_blocks(
 ) -> FusedBlocks | None:
     """Return the blocks for the fused kernel; None without a kernel for this model and device.
 
-    The kernel runs on CPU. In bfloat16, torch's products are faster on CPUs with bfloat16 instructions.
+    The kernel runs on CPU. In bfloat16, torch's products are faster on CPUs with bfloat16 instructions, and adapters
+    are not merged, since small ones would be rounded away.
     """
     first = blocks[0].attention.wqkv
-    fits = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _has_bf16_instructions())
+    adapters = dict(_adapters(blocks))
+    fits_bf16 = first.dtype == torch.bfloat16 and not _has_bf16_instructions() and not adapters
+    fits = first.dtype == torch.float32 or fits_bf16
     if not fits or not config.is_fusable or extension.kernel("decode_blocks", first.device.type) is None:
         return None
     weights = [weight for block in blocks for weight in _weights(block)]
     weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]
     none = first.new_empty(0)
-    return FusedBlocks(config, n_heads, tuple(none if w is None else w.detach() for w in weights), rules)
+    return FusedBlocks(config, n_heads, tuple(none if w is None else w.detach() for w in weights), rules, adapters)
+
+
+def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
+    """Yield the adapters and the indices of their weights, as ``_weights`` orders them."""
+    for start, block in zip(count(0, N_WEIGHTS), blocks, strict=False):
+        attention, mlp = block.attention, block.mlp
+        adapters = (attention.qkv_adapter, attention.o_adapter, mlp.up_adapter, mlp.down_adapter)
+        for index, adapter in zip((2, 6, 11, 13), adapters, strict=True):
+            if adapter is not None:
+                yield start + index, adapter
 
 
 def _weights(block: Block) -> list[Tensor | None]:

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def load_hf(
             source, names, needed, lambda name: name == copy or name.startswith(heads) or name.endswith(family.ignored)
         )
         for name in params.names:
-            if slices[name][0].name not in names:
+            if name not in slices or slices[name][0].name not in names:
                 _init_parameter(config, params, name, seed)
                 continue
             for part in slices[name]:
@@ -180,7 +180,7 @@ def _first(names: list[str]) -> str:
 
 
 def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
-    """Initialise a new model: matrices from N(0, init_std), norms to the identity, biases to 0.
+    """Initialise a new model: matrices from N(0, init_std), norms to the identity, biases and adapters to 0.
 
     Each parameter is drawn in full from its own generator, so the model does not depend on its sharding.
     """
@@ -194,8 +194,13 @@ def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: in
         neutral = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
         params.write(name, box, torch.full((), neutral))
         return
-    generator = torch.Generator().manual_seed(stable_seed(seed, name))
-    full = torch.empty(spec.shape).normal_(0.0, config.init_std, generator=generator)
+    if name.endswith(".lora_b"):
+        return  # zero: the model starts as its base
+    generator, full = torch.Generator().manual_seed(stable_seed(seed, name)), torch.empty(spec.shape)
+    if name.endswith(".lora_a"):
+        full.uniform_(-(bound := spec.shape[-1] ** -0.5), bound, generator=generator)  # as in PEFT
+    else:
+        full.normal_(0.0, config.init_std, generator=generator)
     params.write(name, box, full[relative(box, whole(spec.shape))])
 
 
@@ -207,12 +212,19 @@ def save_hf(
     ``read`` returns a whole parameter by our name; it is called once for each, in the order of ``param_specs``. The
     folder is written under a temporary name and then renamed; an existing one is replaced.
     """
+    with replaced_folder(folder, tokenizer_folder) as new:
+        dtype = _write_weights(new, _whole_tensors(config, read))
+        (new / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
+
+
+@contextmanager
+def replaced_folder(folder: Path | str, tokenizer_folder: Path | str | None) -> Iterator[Path]:
+    """Give an empty folder to write to, add the tokenizer's files, and let it replace ``folder``."""
     target = Path(folder)
     new, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    dtype = _write_weights(new, _whole_tensors(config, read))
-    (new / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
+    yield new
     if tokenizer_folder is not None:
         for pattern in TOKENIZER_FILES:
             for file in Path(tokenizer_folder).glob(pattern):

@@ -16,7 +16,8 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
-from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardContext, Mlp, Norm, RouterLoss, run_block
+from realhf.models.blocks import Attend, Block, Experts, ForwardContext, Norm, RouterLoss, run_block
+from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
@@ -45,6 +46,7 @@ SINGLE_RANK_GROUP = Group((0,), 0)
 class Transformer:
     """The layers in ``params``, sharded over the tensor-parallel group ``tp``.
 
+    With LoRA, ``params`` has the adapters, and ``base`` the frozen weights, which other models may share.
     The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
     heads. ``weights`` are views, collected at first use and again when gradients are enabled, but not at every call:
     creating them takes as long as a decoding step of a small model. ``params.free`` releases their memory.
@@ -57,16 +59,19 @@ class Transformer:
         recompute: Recompute | None = None,
         tp: Group = SINGLE_RANK_GROUP,
         sequence_parallel: bool = False,
+        base: FlatParams | None = None,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
+        self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
-        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
+        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
         assert self.layers, "a stage has at least one layer"
-        self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
+        self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
         wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wk"))
-        self.n_q, self.n_kv = (box_shape(params.box(name))[0] // config.head_dim for name in (wq, wk))
-        self._kv_holders = params.n_holders(wk, tp.size)
-        self._head_name = "head.weight" if "head.weight" in params.names else "embed.weight"
+        self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
+        self._kv_holders = self.base.n_holders(wk, tp.size)
+        self._head_name = next((name for some in (params, self.base) for name in some.names if name == "head.weight"),
+                               "embed.weight")  # fmt: skip
         self._vocab_shard = self._make_vocab_shard()
         self._score_rules = tuple(
             ScoreParams(config.attention_scale, config.sliding_window(i), config.attention_softcap) for i in self.layers
@@ -74,14 +79,23 @@ class Transformer:
         self._rotary = None
         if not config.learned_positions:
             rotary_dims, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
-            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, params.data.device, config.max_row_len)
+            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, self.device, config.max_row_len)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
-        self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=params.data.device)
+        self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.on_backward: Callable[[int, Tensor], None] | None = None
         """Called in a backward pass with a layer and the gradient of its input."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations."""
+        return self.base.data.dtype
 
     def pop_router_losses(self) -> Tensor:
         """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
@@ -98,63 +112,35 @@ class Transformer:
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
         by_token = self._cache_kernel() is not None
-        return KVCache(*sizes, self.params.data, self.weights.fused is None and not by_token, by_token)
+        return KVCache(*sizes, self.base.data, self.weights.fused is None and not by_token, by_token)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
-        data, rules = self.params.data, (rule.rule for rule in self._score_rules)
-        return varlen.kernel_for(data.device, data.dtype, self.config.head_dim, rules, decoding=True)
+        rules = (rule.rule for rule in self._score_rules)
+        return varlen.kernel_for(self.device, self.dtype, self.config.head_dim, rules, decoding=True)
 
     def _bind(self) -> _Weights:
-        blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
-        embed = self._optional("embed.weight") if self.is_first else None
-        final_norm = self._bind_norm("final_norm")
-        head = self.params.leaf(self._head_name) if self.is_last else None
+        bound = BoundWeights(self.config, self.params, self.base)
+        blocks = tuple(bound.block(f"layers.{i}.") for i in self.layers)
+        embed = bound.optional("embed.weight") if self.is_first else None
+        final_norm = bound.norm("final_norm")
+        head = bound.leaf(self._head_name) if self.is_last else None
         fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if self.tp.size == 1 else None
-        return _Weights(embed, self._optional("embed.positions"), blocks, final_norm, head, fused)
-
-    def _optional(self, *names: str) -> Tensor | None:
-        return self.params.leaf(*names) if names[0] in self.params.names else None
-
-    def _bind_norm(self, name: str) -> Norm | None:
-        weight, bias = (self._optional(f"{name}.{part}") for part in ("weight", "bias"))
-        return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm_offset)
-
-    def _bind_block(self, prefix: str) -> Block:
-        leaf = lambda *names: self.params.leaf(*(prefix + name for name in names))
-        optional = lambda *names: self._optional(*(prefix + name for name in names))
-        norm = lambda name: self._bind_norm(prefix + name)
-        attention = Attention(
-            norm=norm("attn_norm"),
-            wqkv=leaf("wq", "wk", "wv"),
-            bqkv=optional("bq", "bk", "bv"),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
-            wo=leaf("wo"),
-            bo=optional("bo"),
-            post_norm=norm("attn_post_norm"),
-        )
-        pre_norm, post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        router = optional("router")
-        if router is not None:
-            return Block(attention, Experts(pre_norm, router, leaf("experts.up"), leaf("experts.down"), post_norm))
-        parts = ("gate", "up") if self.config.mlp == "gated" else ("up",)
-        up, bias = leaf(*parts), optional(*(f"b_{part}" for part in parts))
-        return Block(attention, Mlp(pre_norm, up, bias, leaf("down"), optional("b_down"), post_norm))
+        return _Weights(embed, bound.optional("embed.positions"), blocks, final_norm, head, fused)
 
     def _make_vocab_shard(self) -> VocabShard:
-        names = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
+        names = [name for name in ("embed.weight", "head.weight") if name in self.base.names]
         if self.tp.size == 1 or not names:
             return FULL_VOCAB
         spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
         spans = [shard_box(spec, self.tp.size, tp_rank)[0] for tp_rank in range(self.tp.size)]
         widths = tuple(stop - start for start, stop in spans)
         # by the box, not by the index in the group: groups order members by rank, a mesh may order them differently
-        return VocabShard(self.params.box(names[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
+        return VocabShard(self.base.box(names[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
 
     @property
     def weights(self) -> _Weights:
-        assert not self.params.is_free, "parameters are used while their memory is released"
+        assert not (self.params.is_free or self.base.is_free), "parameters are used while their memory is released"
         if self._weights is None or self._bound_with_grad != (self.params.grad is not None):
             self._weights, self._bound_with_grad = self._bind(), self.params.grad is not None
         return self._weights
@@ -373,7 +359,8 @@ class Transformer:
         ``prev_index`` (``[T]`` int64) is each token's predecessor (-1: none), by default the adjacent token of its row.
         """
         states = self.tp_region(len(tokens)).copy_to_tp(hidden)
-        add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)
+        is_trained = self.params.grad is not None and self._head_name in self.params.names
+        add_to = self.params.grad_view(self._head_name) if is_trained else None
         score = partial(packed_logprobs, softcap=self.config.logit_softcap, shard=self._vocab_shard, add_to=add_to)
         if prev_index is not None:
             states = states.index_select(0, prev_index.clamp(min=0))

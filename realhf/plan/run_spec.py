@@ -1,13 +1,13 @@
 """The specification of a run, which master and workers rebuild from config.yaml and plan.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
-from realhf.api.model_config import ModelConfig
+from realhf.api.model_config import Lora, ModelConfig
 from realhf.api.program import Program
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.paths import RunDir
@@ -116,7 +116,12 @@ class RunSpec:
 def model_config(role: RoleSpec) -> ModelConfig:
     """Read a role's architecture from its model directory or config file."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
-    return read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
+    config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
+    options = role.spec.lora
+    if not options.rank:
+        return config
+    lora = Lora(options.rank, options.alpha / options.rank, tuple(options.targets))
+    return replace(config, lora=replace(lora, rank=0, targets=()) if role.is_base else lora)
 
 
 def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:

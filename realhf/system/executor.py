@@ -12,14 +12,15 @@ from realhf.api.layout import Layout
 from realhf.api.messages import PrepareCall, State, Stats
 from realhf.api.param_box import box_numel, box_shape
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.lora import own_specs
+from realhf.arch.param_specs import stage_layers
 from realhf.base.activity import ActivityStack
 from realhf.base.timers import Spans
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.shared_memory import SharedMemoryPeers
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Interface
-from realhf.models.engine import NativeEngine
+from realhf.models.engine import NativeEngine, own_dtype
 from realhf.ops.strided_copy import copy_box
 from realhf.plan.compile.realloc import plan_realloc
 from realhf.plan.compile.transfer import plan_transfer, stored_row_id
@@ -119,9 +120,9 @@ class Executor:
         """Return the copies that this worker sends or receives, and those of its peers in shared memory."""
         config = self.run.models[step.role]
         node_size = self.run.config.n_gpus_per_node
-        routes = plan_realloc(param_specs(config), lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
+        routes = plan_realloc(own_specs(config), lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
         local = {self.rank, *(self.links.ranks if self.links else ())}
-        dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
+        dtype = own_dtype(self.run.roles[step.role])
         return [
             P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))
             for route in routes

@@ -38,7 +38,15 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Interface, InterfaceContext
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.models.engine import NativeEngine, VllmEngine, VllmLauncher, VllmServer, build_engine, with_vllm
+from realhf.models.engine import (
+    FrozenBases,
+    NativeEngine,
+    VllmEngine,
+    VllmLauncher,
+    VllmServer,
+    build_engine,
+    with_vllm,
+)
 from realhf.models.engine.snapshot import restore, snapshot
 from realhf.plan.compile.program import home_layout, layout_ranks, process_groups, rank_engines, served_engines
 from realhf.plan.run_spec import RunSpec
@@ -171,8 +179,9 @@ class ModelWorker:
         directed = make_directed_groups(timeout_s) if n_workers > 1 else DirectedGroups()
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_dir)
-        engines, served_here = {}, served_engines(run.graph, run.plan)
-        for role, layout in rank_engines(run.program, self.rank):
+        engines, served_here, bases = {}, served_engines(run.graph, run.plan), FrozenBases()
+        placed = rank_engines(run.program, self.rank)
+        for role, layout in sorted(placed, key=lambda one: run.roles[one[0]].scalar_head):  # see FrozenBases
             self.during = f"building {role}"
             is_home = layout == home_layout(run.graph, run.plan, role)
             engines[role, layout] = build_engine(
@@ -186,6 +195,7 @@ class ModelWorker:
                 stop_ids=(self.tokenizer.eos_token_id,),
                 tokenizer_folder=run.tokenizer_dir,
                 shared_name=role if (role, layout) in served_here and self.device.type == "cpu" else "",
+                bases=bases,
             )
             if (role, layout) in served_here:
                 engines[role, layout] = self._with_server(role, engines[role, layout])

@@ -36,6 +36,15 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraOptions:
+    rank: int = opt(0, "rank of the adapters, 0 to train all weights", NATURAL)
+    alpha: float = opt(32.0, "adapters are scaled by alpha / rank", POSITIVE)
+    targets: list[str] = opt(list, "modules with adapters, such as q_proj (default: all but router and vocabulary head)")
+    init_from: str | None = opt(None, "PEFT folder with the first adapters (default: new ones, without effect)", MODEL)
+    merge_on_save: bool = opt(False, "save whole models, with merged adapters, instead of PEFT folders")
+
+
+@dataclass
 class ModelSpec:
     path: str | None = opt(None, "Hugging Face folder with weights and tokenizer, or ORG/NAME[@revision]", MODEL)
     config: str | None = opt(None, "config.json (or its folder), with init_from_scratch", MODEL)
@@ -54,6 +63,7 @@ class ModelSpec:
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
+    lora: LoraOptions = opt(LoraOptions, "LoRA: adapters of frozen weights, which are loaded once per worker")
 
 
 @dataclass

@@ -27,7 +27,8 @@ def reference_role(ref: ModelSpec, actor: ModelSpec) -> RoleSpec:
     """Return the role of the reference model, by default a copy of the initial actor."""
     if has_model(ref):
         return RoleSpec(ref)
-    return RoleSpec(replace(actor, gradient_checkpointing=False, offload=ref.offload), starts_as="actor")
+    initial = replace(actor, gradient_checkpointing=False, offload=ref.offload)
+    return RoleSpec(initial, starts_as="actor", is_base=bool(actor.lora.rank) and not actor.lora.init_from)
 
 
 def reference_problems(ref: ModelSpec) -> list[str]:

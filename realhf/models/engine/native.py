@@ -1,8 +1,9 @@
 """The native engine: forward, train and generate on one shard, in plain torch, on CPU and CUDA."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from realhf.api.layout import Coord, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.lora import base_specs, own_specs
+from realhf.arch.param_specs import stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
@@ -25,12 +27,14 @@ from realhf.data.turns import TurnDriver
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.decode.session import run_turns, session_options
+from realhf.models.engine.frozen_base import FrozenBases
 from realhf.models.engine.nonfinite import nonfinite_loss
 from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
+from realhf.models.peft_folder import load_peft, merged_names, merged_parameter, save_peft
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.ops.rows import to_floats
@@ -61,7 +65,7 @@ class NativeEngine:
     def _shares_prefixes(self) -> bool:
         """Common prefixes of one prompt's rows are computed once, unless that makes attention slower."""
         config, window = self.config, max(map(self.config.sliding_window, range(self.config.n_layers)))
-        kind = self.context.device, self.params.data.dtype, config.head_dim, config.attention_softcap, window
+        kind = self.context.device, self.model.dtype, config.head_dim, config.attention_softcap, window
         return self.share_prompts and supports_shared_prefixes(*kind)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
@@ -169,15 +173,35 @@ class NativeEngine:
             return
         writer = self.context.layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
-            save_hf(path, self.config, lambda name: self._gather_parameter(name, writer), self.tokenizer_folder)
+            self._write(path, lambda name: self._gather_parameter(name, writer))
         else:
-            for spec in param_specs(self.config):
-                self._gather_parameter(spec.name, writer)
+            for name in self._saved_names:
+                self._gather_parameter(name, writer)
+
+    @property
+    def _saves_adapter(self) -> bool:
+        return self.config.lora is not None and not self.role.spec.lora.merge_on_save
+
+    @property
+    def _saved_names(self) -> Iterator[str]:
+        """The parameters that are saved, in the order in which they are gathered."""
+        if self._saves_adapter:
+            return (spec.name for spec in own_specs(self.config))
+        return merged_names(self.config)
+
+    def _write(self, path: Path, read: Callable[[str], Tensor]) -> None:
+        if self._saves_adapter:
+            save_peft(path, self.config, read, self.role.spec.path or "", self.tokenizer_folder)
+        elif self.config.lora is not None:
+            save_hf(path, self.config, partial(merged_parameter, self.config, read), self.tokenizer_folder)
+        else:
+            save_hf(path, self.config, read, self.tokenizer_folder)
 
     def _gather_parameter(self, name: str, writer: int) -> Tensor:
         """Gather a whole parameter on the writer. Collective over the first replica."""
-        specs = [spec for spec in param_specs(self.config) if spec.name == name]
-        dtype, layout, strategy = self.params.data.dtype, self.context.layout, self.context.layout.strategy
+        specs = [spec for spec in (*own_specs(self.config), *base_specs(self.config)) if spec.name == name]
+        params = self.params if name in {spec.name for spec in own_specs(self.config)} else self.model.base
+        dtype, layout, strategy = params.data.dtype, self.context.layout, self.context.layout.strategy
         full = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=dtype)
         replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp == 0)
         source = Layout(DeviceMesh(replica), ParallelStrategy(1, strategy.tp, strategy.pp))
@@ -188,7 +212,7 @@ class NativeEngine:
         def write(copy: BoxCopy, flat: Tensor) -> None:
             full[tuple(slice(*span) for span in copy.box)] = flat.view(box_shape(copy.box)).cpu()
 
-        exchange(copies, self.context.rank, lambda c: self.params.read(c.name, c.box), write, self.context.device)
+        exchange(copies, self.context.rank, lambda c: params.read(c.name, c.box), write, self.context.device)
         return full
 
     def _exceeds(self, stats: Stats, limits: Limits) -> bool:
@@ -232,25 +256,33 @@ def build_engine(
     stop_ids: tuple[int, ...],
     tokenizer_folder: Path | None,
     shared_name: str = "",
+    bases: FrozenBases | None = None,
 ) -> NativeEngine:
     """Build a role's engine on this worker. ``holds_weights`` is False for a layout that receives them per call.
 
-    With ``shared_name`` the weights are in shared host memory, which other processes can map.
+    With ``shared_name`` the weights are in shared host memory, which other processes can map. ``bases`` has the frozen
+    weights of LoRA; every layout holds its own.
     """
-    dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
+    dtype = own_dtype(role)
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
     dp = context.layout.strategy.dp
     optimizer_type, pad_to = _optimizer(role, dp) if has_optimizer else (None, dp)
     params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
+    base = None
+    if config.lora is not None:
+        where = context.layout, context.rank, model_dtype(role), context.device
+        base = (bases or FrozenBases()).get(config, role, *where, seed)
     if not holds_weights:
         params.free()
-    elif role.spec.init_from_scratch:
+    elif role.spec.lora.init_from:
+        load_peft(Path(role.spec.lora.init_from), config, params)
+    elif role.spec.init_from_scratch or config.head == "lm" and config.lora is not None:
         init_random(config, params, seed)
     else:
         new = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
     recompute = role.spec.recompute_granularity if trained and role.spec.gradient_checkpointing else None
-    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
+    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base)
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce
     overlap = context.device.type == "cuda" if overlap is None else overlap
@@ -258,6 +290,16 @@ def build_engine(
     if adamw is not None and adamw.reduction is not None:
         model.on_backward = adamw.reduction.backward_reached
     return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, adamw)
+
+
+def model_dtype(role: RoleSpec) -> torch.dtype:
+    """Return the type of a role's weights and activations."""
+    return torch.bfloat16 if role.spec.bf16 else torch.float32
+
+
+def own_dtype(role: RoleSpec) -> torch.dtype:
+    """Return the type of the parameters that a role owns. Adapters are float32: small updates do not round away."""
+    return torch.float32 if role.spec.lora.rank else model_dtype(role)
 
 
 def empty_shard(
@@ -269,8 +311,8 @@ def empty_shard(
     pad_to: int = 1,
     shared_name: str = "",
 ) -> FlatParams:
-    """Return the parameters of a rank's shard, all zero; on device ``meta`` without memory."""
-    specs = param_specs(config)
+    """Return the parameters that a role owns in a rank's shard, all zero; on device ``meta`` without memory."""
+    specs = own_specs(config)
     boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
     return FlatParams(specs, boxes, dtype, device, pad_to, shared_name)
 

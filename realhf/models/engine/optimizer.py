@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.param_box import relative, whole
+from realhf.arch.lora import is_adapter
 from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.grad_reduction import OverlappedReduction
@@ -27,9 +28,10 @@ def _multiplicity(params: FlatParams, name: str, context: ParallelContext) -> in
 class SharedGradients:
     """Sums the partial gradients of parameters that several members of a replica hold.
 
-    There are three kinds: key/value heads on several tensor-parallel ranks (each rank has its own query heads), a tied
-    embedding on the first and last stage, and with sequence parallelism all unsharded parameters (each rank has its own
-    tokens). Other replicated parameters have the full gradient already.
+    There are four kinds: key/value heads on several tensor-parallel ranks (each rank has its own query heads), a tied
+    embedding on the first and last stage, unsharded halves of adapters (each rank has its share of the other half), and
+    with sequence parallelism all unsharded parameters (each rank has its own tokens). Other replicated parameters have
+    the full gradient already.
     """
 
     def __init__(self, params: FlatParams, context: ParallelContext, sequence_parallel: bool) -> None:
@@ -40,7 +42,10 @@ class SharedGradients:
             s for s in specs if s.tp_dim is not None and (s.tp_units or s.shape[s.tp_dim]) < strategy.tp
         ]
         # the scalar head reads all tokens on every rank
-        self.replicated = [s for s in specs if s.tp_dim is None and s.shape[0] > 1] if sequence_parallel else []
+        self.replicated = [
+            s for s in specs
+            if s.tp_dim is None and strategy.tp > 1 and (is_adapter(s.name) or sequence_parallel and s.shape[0] > 1)
+        ]  # fmt: skip
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)
         self.peer = stages[-1] if context.coord.pp == 0 else stages[0]

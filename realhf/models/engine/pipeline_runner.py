@@ -128,7 +128,7 @@ class Pipeline:
 
     def receive_rows(self, n_rows: int, rank: int) -> Tensor:
         """Receive the hidden states of ``n_rows`` tokens from another stage."""
-        return self.p2p.receive((n_rows, self.model.config.hidden), self.model.params.data.dtype, rank)
+        return self.p2p.receive((n_rows, self.model.config.hidden), self.model.dtype, rank)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -9,7 +9,8 @@ from realhf.api.batch_meta import SCALAR_BYTES
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.lora import own_specs
+from realhf.arch.param_specs import stage_layers
 from realhf.plan.compile import realloc
 from realhf.plan.compile.transfer import row_transfers
 from realhf.plan.cost.speed import Traffic
@@ -137,7 +138,7 @@ def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) ->
 
 @lru_cache(maxsize=256)
 def _kinds(config: ModelConfig) -> realloc.ParamKinds:
-    return realloc.count_param_kinds(param_specs(config))
+    return realloc.count_param_kinds(own_specs(config))
 
 
 def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:

@@ -172,7 +172,7 @@ def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Se
     """Yield passes of pipeline stages without head, with and without embedding."""
     model, config, clock = engine.model, engine.config, context.clock
     batch, work = batch_of(lengths, config.vocab, engine.context.device), Work.of(lengths)
-    dtype, device = model.params.data.dtype, engine.context.device
+    dtype, device = model.dtype, engine.context.device
     slope = torch.ones(model.tp_region(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
     for first in (True, False):
 
@@ -204,7 +204,7 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
     sampling = GenerationConfig(max_new_tokens=DECODE_STEPS + 3)
     # a stop token that is never sampled; no sharing of prompts, so that each row reads ``cached`` cached tokens
     request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share_prefixes=False)
-    x = torch.zeros(request.n_rows, config.hidden, dtype=model.params.data.dtype, device=device)
+    x = torch.zeros(request.n_rows, config.hidden, dtype=model.dtype, device=device)
 
     @torch.no_grad()
     def run() -> list[float]:

@@ -65,7 +65,7 @@ def round_context(longest: int, limit: int) -> int:
 
 def decodes_on_device(model: Transformer) -> bool:
     """Return True for models on GPUs that are not split into stages."""
-    return model.is_first and model.is_last and model.params.data.is_cuda
+    return model.is_first and model.is_last and model.device.type == "cuda"
 
 
 class DeviceDecoder:
@@ -76,7 +76,7 @@ class DeviceDecoder:
     """
 
     def __init__(self, model: Transformer, n_slots: int, max_len: int) -> None:
-        self.cache, self.device = model.new_cache(n_slots, max_len), model.params.data.device
+        self.cache, self.device = model.new_cache(n_slots, max_len), model.device
         self.state = torch.zeros(7, n_slots, dtype=torch.int64, device=self.device)
         self.weights_version = model.params.n_allocations
         self._angles = model.rotary_table(max_len)  # graphs read it, and the model may replace it by a longer one

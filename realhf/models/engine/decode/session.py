@@ -44,7 +44,7 @@ class DecodeSession:
         self.pipeline, self.model, self.options = pipeline, pipeline.model, options
         n_slots = min(options.config.max_num_seqs, options.max_episodes)
         self.table = SessionTable(n_slots, options.max_episodes, options.stop_ids)
-        self.device = self.model.params.data.device
+        self.device = self.model.device
         self._decoder: DeviceDecoder | None = None
         sizes = (n_slots + options.max_episodes, options.max_len)
         if decodes_on_device(self.model):

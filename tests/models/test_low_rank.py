@@ -1,0 +1,240 @@
+"""LoRA against the library peft: forward passes, gradients, decoding, folders in both directions."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.model_config import Lora
+from realhf.api.param_box import whole
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.lora import base_specs, lora_modules, own_specs
+from realhf.models.flat_params import FlatParams
+from realhf.models.hf_folder import init_random, load_hf, save_hf
+from realhf.models.low_rank import stacked
+from realhf.models.peft_folder import load_peft, merged_parameter, save_peft
+from realhf.models.transformer import Transformer
+from tests.models.test_transformer import LENGTHS, loss_and_gradient, their_logits, their_logprobs, tokens
+from tests.models.tiny_models import MODELS, ONE_OF_EACH, hf_model, whole_params
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+
+RANK, ALPHA = 4, 6.0
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_some")
+
+
+def with_adapters(folder: Path, scalar: bool = False, targets: tuple[str, ...] = ()) -> Transformer:
+    """Return a model of a folder with new adapters, and random matrices B."""
+    config = replace(read_hf_config(folder, scalar), lora=Lora(RANK, ALPHA / RANK, targets))
+    own, base = (
+        FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, torch.float32, "cpu")
+        for specs in (own_specs(config), base_specs(config))
+    )
+    load_hf(folder, config, base, 0, frozenset({"head.weight"}) if scalar else frozenset())
+    init_random(config, own, 0)
+    generator = torch.Generator().manual_seed(1)
+    for name in own.names:
+        if name.endswith(".lora_b"):
+            own.view(name).normal_(0.0, 0.1, generator=generator)
+    return Transformer(config, own, base=base)
+
+
+def theirs_with(ours: Transformer, name: str, folder: Path) -> torch.nn.Module:
+    """Return peft's model with our adapters, loaded from the folder that we write."""
+    save_peft(folder, ours.config, ours.params.view, "base", None)
+    model = peft.PeftModel.from_pretrained(hf_model(name), folder, is_trainable=True)
+    model.eval()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    theirs = theirs_with(ours, name, tmp_path / "adapter")
+    with torch.no_grad():
+        hidden = ours.hidden(tokens(), LENGTHS)
+        assert torch.allclose(ours.logits(hidden), their_logits(theirs), atol=1e-4)
+        plain = base_of(ours).logits(base_of(ours).hidden(tokens(), LENGTHS))
+        with theirs.disable_adapter():
+            assert torch.allclose(plain, their_logits(theirs), atol=1e-4)
+        assert not torch.allclose(plain, ours.logits(hidden), atol=1e-2)
+
+
+def base_of(model: Transformer) -> Transformer:
+    own = FlatParams((), {}, torch.float32, "cpu")
+    return Transformer(replace(model.config, lora=Lora(0)), own, base=model.base)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_peft(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    theirs = theirs_with(ours, name, tmp_path / "adapter")
+    loss_and_gradient(ours)
+    logprobs = their_logprobs(theirs, 1.0)
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    grads = {key: p.grad for key, p in theirs.named_parameters() if p.grad is not None}
+    for key, grad in grads.items():
+        assert "lora" in key and grad.abs().max() > 0, key
+    mine = gradients_as_files(ours, tmp_path)
+    assert set(mine) == {key.replace(".default", "") for key in grads}
+    for key, grad in grads.items():
+        assert torch.allclose(mine[key.replace(".default", "")], grad, atol=1e-4, rtol=1e-4), key
+
+
+def gradients_as_files(model: Transformer, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients by peft's names: saving is linear."""
+    from safetensors.torch import load_file
+
+    save_peft(folder / "gradient", model.config, model.params.grad_view, "base", None)
+    return load_file(folder / "gradient" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_an_adapter_of_peft_is_read_and_merged(name: str, tmp_path: Path) -> None:
+    model = hf_model(name)
+    model.save_pretrained(tmp_path)
+    options = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=names_of(tmp_path), init_lora_weights=False,
+        target_parameters=EXPERTS if name in ROUTED else None,
+        fan_in_fan_out=name == "gpt2", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    theirs = peft.get_peft_model(model, options)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = with_adapters(tmp_path)
+    load_peft(tmp_path / "adapter", ours.config, ours.params)
+    with torch.no_grad():
+        logits = their_logits(theirs)
+        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), logits, atol=1e-4)
+
+        def read(weight: str) -> torch.Tensor:
+            return (ours.params if weight in ours.params.names else ours.base).view(weight)
+
+        save_hf(tmp_path / "merged", ours.config, lambda weight: merged_parameter(ours.config, read, weight), None)
+        config = read_hf_config(tmp_path / "merged", False)
+        params = whole_params(config)
+        load_hf(tmp_path / "merged", config, params, 0)
+        merged = Transformer(config, params)
+        assert torch.allclose(merged.logits(merged.hidden(tokens(), LENGTHS)), logits, atol=1e-4)
+
+
+def names_of(folder: Path) -> list[str]:
+    config = replace(read_hf_config(folder, False), lora=Lora(RANK))
+    return sorted({module.name for module in lora_modules(config) if ".experts." not in module.path})
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2", "gemma2", "mixtral", "olmo2"))
+def test_decoding_merges_or_adds_adapters(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    with torch.no_grad():
+        row = tokens()[:8]
+        full = ours.hidden(row, [8])
+        for context in (False, True):
+            cache = ours.new_cache(1, 16)
+            ours.hidden(row[:3], [3], cache, [0])
+            with ours.decoding():
+                for at in range(3, 8):
+                    hidden = ours.decode(row[at : at + 1], torch.tensor([at]), cache)
+                    assert torch.allclose(hidden[0], full[at], atol=1e-4), context
+            ours.params.data.mul_(1.5)  # the next context must read the weights again
+            full = ours.hidden(row, [8])
+
+
+def test_new_adapters_have_no_effect(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    for name in ours.params.names:
+        if name.endswith(".lora_b"):
+            ours.params.view(name).zero_()
+    with torch.no_grad():
+        assert torch.equal(ours.hidden(tokens(), LENGTHS), base_of(ours).hidden(tokens(), LENGTHS))
+
+
+def test_a_scalar_head_is_trained_and_saved(tmp_path: Path) -> None:
+    hf_model("qwen2").save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path, scalar=True)
+    ours.params.view("head.weight").fill_(0.5)
+    save_peft(tmp_path / "adapter", ours.config, ours.params.view, str(tmp_path), None)
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        row = tokens()[:9]
+        values = ours.values(ours.hidden(row, [9]), 9)
+        assert torch.allclose(values[-1:], theirs(row[None]).logits[0], atol=1e-4)
+    again = with_adapters(tmp_path, scalar=True)
+    again.params.data.zero_()
+    load_peft(tmp_path / "adapter", again.config, again.params)
+    assert torch.equal(again.params.data, ours.params.data)
+
+
+def test_some_targets(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path, targets=("q_proj", "v_proj", "up_proj"))
+    theirs = theirs_with(ours, "llama", tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), their_logits(theirs), atol=1e-4)
+    with pytest.raises(ValueError, match="c_attn is no module of a llama model, which has down_proj, gate_proj"):
+        with_adapters(tmp_path, targets=("c_attn",))
+
+
+@pytest.mark.parametrize(
+    "edit, problem",
+    [
+        ({"r": 8}, "lora.rank=8 lora.alpha=6"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_other_adapters_are_refused(edit: dict, problem: str, tmp_path: Path) -> None:
+    import json
+
+    hf_model("llama").save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    save_peft(tmp_path / "adapter", ours.config, ours.params.view, "base", None)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **edit}))
+    with pytest.raises(ValueError, match=problem):
+        load_peft(tmp_path / "adapter", ours.config, ours.params)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
+@settings(deadline=None)
+def test_a_product_of_several_matrices(parts: list[tuple[int, bool]], rank: int, shares_a: bool) -> None:
+    """Each matrix gets its own B @ A; rows without an adapter get nothing."""
+    generator = torch.Generator().manual_seed(0)
+    adapted = [rows for rows, has_adapter in parts if has_adapter]
+    if not adapted:
+        return
+    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    as_ = [random(rank, 7)] * len(adapted) if shares_a else [random(rank, 7) for _ in adapted]
+    bs = [random(rows, rank) for rows in adapted]
+    pairs = iter(zip(as_, bs, strict=True))
+    expected = torch.cat([(lambda a, b: b @ a)(*next(pairs)) if has else torch.zeros(rows, 7) for rows, has in parts])
+    rest = iter(bs)
+    adapter = stacked(
+        as_[0] if shares_a else torch.cat(as_), [next(rest) if has else rows for rows, has in parts], shares_a, 0.5
+    )
+    x, y = random(3, 7), random(3, sum(rows for rows, _ in parts))
+    assert torch.allclose(adapter.add_to(y, x), y + 0.5 * x @ expected.t())
+    assert torch.allclose(adapter.merged(torch.zeros_like(expected)), 0.5 * expected.to(expected.dtype), atol=1e-6)
