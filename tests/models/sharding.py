@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import GenerationConfig, LRSchedule, ModelSpec, OptimizerConfig
+from realhf.api.config import GenerationConfig, LoraOptions, LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
+from realhf.api.model_config import Lora
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
@@ -23,6 +24,7 @@ from realhf.models.engine.packing import ForwardOutputs
 
 LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; a row of one token leaves ranks without tokens under sequence parallelism
 TEMPERATURE = 0.7
+RANK, ALPHA = 4, 6.0  # of LoRA adapters
 # a large epsilon makes the step smooth in the gradient
 STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LRSchedule.constant}
 
@@ -58,10 +60,11 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The initial weights of a model; a missing scalar head of a critic is initialised."""
+    """The initial weights of a model, and its LoRA adapters; a missing scalar head of a critic is initialised."""
 
     folder: Path
     is_critic: bool = False
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def job(
                 results[model, name] = run(engine)
                 engine.save(where / "trained")
             dist.barrier()
-            initial = replace(initial, folder=where / "saved")
+            initial = replace(initial, **{"adapter" if initial.adapter else "folder": where / "saved"})
     return results
 
 
@@ -103,6 +106,9 @@ def engine_on(
     spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
     spec.init_critic_from_actor, spec.overlap_grad_reduce = initial.is_critic, sharded.overlap
     config = read_hf_config(initial.folder, initial.is_critic)
+    if initial.adapter:
+        spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))
+        config = replace(config, lora=Lora(RANK, ALPHA / RANK))
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
         RoleSpec(spec, scalar_head=initial.is_critic),

@@ -69,10 +69,10 @@ def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
     theirs = theirs_with(ours, name, tmp_path / "adapter")
     with torch.no_grad():
         hidden = ours.hidden(tokens(), LENGTHS)
-        assert torch.allclose(ours.logits(hidden), their_logits(theirs), atol=1e-4)
+        assert torch.allclose(ours.logits(hidden), their_logits(theirs), atol=1e-5)
         plain = base_of(ours).logits(base_of(ours).hidden(tokens(), LENGTHS))
         with theirs.disable_adapter():
-            assert torch.allclose(plain, their_logits(theirs), atol=1e-4)
+            assert torch.allclose(plain, their_logits(theirs), atol=1e-5)
         assert not torch.allclose(plain, ours.logits(hidden), atol=1e-2)
 
 
@@ -95,7 +95,7 @@ def test_gradients_equal_peft(name: str, tmp_path: Path) -> None:
     mine = gradients_as_files(ours, tmp_path)
     assert set(mine) == {key.replace(".default", "") for key in grads}
     for key, grad in grads.items():
-        assert torch.allclose(mine[key.replace(".default", "")], grad, atol=1e-4, rtol=1e-4), key
+        assert torch.allclose(mine[key.replace(".default", "")], grad, atol=1e-5, rtol=1e-5), key
 
 
 def gradients_as_files(model: Transformer, folder: Path) -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ def test_an_adapter_of_peft_is_read_and_merged(name: str, tmp_path: Path) -> Non
     load_peft(tmp_path / "adapter", ours.config, ours.params)
     with torch.no_grad():
         logits = their_logits(theirs)
-        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), logits, atol=1e-4)
+        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), logits, atol=1e-5)
 
         def read(weight: str) -> torch.Tensor:
             return (ours.params if weight in ours.params.names else ours.base).view(weight)
@@ -131,7 +131,7 @@ def test_an_adapter_of_peft_is_read_and_merged(name: str, tmp_path: Path) -> Non
         params = whole_params(config)
         load_hf(tmp_path / "merged", config, params, 0)
         merged = Transformer(config, params)
-        assert torch.allclose(merged.logits(merged.hidden(tokens(), LENGTHS)), logits, atol=1e-4)
+        assert torch.allclose(merged.logits(merged.hidden(tokens(), LENGTHS)), logits, atol=1e-5)
 
 
 def names_of(folder: Path) -> list[str]:
@@ -152,7 +152,7 @@ def test_decoding_merges_or_adds_adapters(name: str, tmp_path: Path) -> None:
             with ours.decoding():
                 for at in range(3, 8):
                     hidden = ours.decode(row[at : at + 1], torch.tensor([at]), cache)
-                    assert torch.allclose(hidden[0], full[at], atol=1e-4), context
+                    assert torch.allclose(hidden[0], full[at], atol=1e-5), context
             ours.params.data.mul_(1.5)  # the next context must read the weights again
             full = ours.hidden(row, [8])
 
@@ -179,7 +179,7 @@ def test_a_scalar_head_is_trained_and_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         row = tokens()[:9]
         values = ours.values(ours.hidden(row, [9]), 9)
-        assert torch.allclose(values[-1:], theirs(row[None]).logits[0], atol=1e-4)
+        assert torch.allclose(values[-1:], theirs(row[None]).logits[0], atol=1e-5)
     again = with_adapters(tmp_path, scalar=True)
     again.params.data.zero_()
     load_peft(tmp_path / "adapter", again.config, again.params)
@@ -191,7 +191,7 @@ def test_some_targets(tmp_path: Path) -> None:
     ours = with_adapters(tmp_path, targets=("q_proj", "v_proj", "up_proj"))
     theirs = theirs_with(ours, "llama", tmp_path / "adapter")
     with torch.no_grad():
-        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), their_logits(theirs), atol=1e-4)
+        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), their_logits(theirs), atol=1e-5)
     with pytest.raises(ValueError, match="c_attn is no module of a llama model, which has down_proj, gate_proj"):
         with_adapters(tmp_path, targets=("c_attn",))
 

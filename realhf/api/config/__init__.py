@@ -24,6 +24,14 @@ from realhf.api.config.environment import EnvConfig
 from realhf.api.config.experiment import ExperimentConfig, ExperimentControl, ResumeConfig
 from realhf.api.config.generation import EvaluationConfig, GenerationConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
-from realhf.api.config.model import MFCConfig, MicroBatchConfig, ModelSpec, OptimizerConfig, ParallelConfig, VllmConfig
+from realhf.api.config.model import (
+    LoraOptions,
+    MFCConfig,
+    MicroBatchConfig,
+    ModelSpec,
+    OptimizerConfig,
+    ParallelConfig,
+    VllmConfig,
+)
 from realhf.api.config.option import opt
 from realhf.api.config.reward import RewardConfig
