@@ -9,15 +9,19 @@ KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters of a frozen model: weights W act as W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1).
+    """Adapters of a frozen model: its weights W act as W + alpha / rank * B @ A (LoRA, arXiv 2106.09685, section 4.1).
 
     ``targets`` are names of modules of the Hugging Face model (``q_proj``); empty: all products of the blocks, but
     not the router. Rank 0 stands for the frozen model alone.
     """
 
     rank: int
-    scaling: float = 1.0
+    alpha: float = 1.0
     targets: tuple[str, ...] = ()
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

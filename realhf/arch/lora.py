@@ -39,6 +39,10 @@ class LoraModule:
         return self.path.rpartition(".")[2]
 
     @property
+    def is_of_experts(self) -> bool:
+        return ".experts." in self.path
+
+    @property
     def a(self) -> str:
         return a_name(self.weights[0])
 

@@ -62,4 +62,4 @@ class DPOExperiment(Experiment):
             (not dpo.unpaired or loss is PreferenceLoss.kto,
              f"dpo.unpaired=True is for dpo.loss=kto; {loss.name} compares two responses"),
             (loss.needs_ref or self.ref == ModelSpec(), f"ref has options, but dpo.loss={loss.name} uses no reference"),
-        ]) + (reference_problems(self.ref) if loss.needs_ref else [])  # fmt: skip
+        ]) + (reference_problems(self.ref, self.actor) if loss.needs_ref else [])  # fmt: skip

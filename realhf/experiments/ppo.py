@@ -202,6 +202,8 @@ class PPOExperiment(Experiment):
         problems = unmet([
             (self.ppo.ref_ema_eta is None or not self.ref.offload,
              "ref.offload=True and ppo.ref_ema_eta: an updated reference cannot be offloaded"),
+            (self.ppo.ref_ema_eta is None or not self.actor.lora.rank,
+             "ppo.ref_ema_eta and actor.lora.rank: an average needs weights of its own, the reference is the base"),
             (self.has_reference or self.ref == ModelSpec(), "ref has options, but ppo.kl_in=none uses no reference"),
             (has_model(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
@@ -213,7 +215,7 @@ class PPOExperiment(Experiment):
             problems += env_problems(self.env, self.ppo, self.max_staleness)
             problems += unmet([(is_plain, "env.cls: this algorithm is for single responses; use grpo, rloo, "
                                           "reinforce-pp, ppo-math or ppo")])  # fmt: skip
-        problems += reference_problems(self.ref)
+        problems += reference_problems(self.ref, self.actor)
         problems += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)
         return problems + self._reward_models.problems()
 

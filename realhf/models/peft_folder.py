@@ -20,22 +20,12 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, intersect, relative, whole
 from realhf.arch.lora import LoraModule, adapter_of, b_name, lora_modules, own_specs
 from realhf.arch.param_specs import param_specs
+from realhf.arch.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, check_adapter_config
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import StoredSlices, hf_head, replaced_folder, stored_slices
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}  # where PEFT nests the adapters of the experts' parameters
-SUPPORTED = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "lora_bias": False,
-    "layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
-    "fan_in_fan_out": None, "use_bdlora": None, "alora_invocation_tokens": None,
-}  # fmt: skip
-"""Fields of which only this value is supported (None: see ``_check_config``)."""
-
-
-def is_peft_folder(folder: Path | str) -> bool:
-    return Path(folder, CONFIG).is_file()
 
 
 def save_peft(
@@ -53,7 +43,7 @@ def save_peft(
         key = _key(module)
         a = own[module.a]
         bs = [own[b_name(weight)] for weight in module.weights]
-        if _is_of_experts(module):
+        if module.is_of_experts:
             b = bs[0].flatten(1, -2)
             tensors[f"{key}.lora_A.weight"] = a.flatten(0, 1)
             tensors[f"{key}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1, 2)
@@ -66,19 +56,17 @@ def save_peft(
     if "head.weight" in own:
         tensors[PREFIX + hf_head(config)] = own["head.weight"]
     with replaced_folder(folder, tokenizer_folder) as new:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / WEIGHTS, {"format": "pt"})
-        (new / CONFIG).write_text(json.dumps(_config_json(config, base), indent=2) + "\n")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, new / ADAPTER_WEIGHTS, {"format": "pt"}
+        )
+        (new / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(config, base), indent=2) + "\n")
 
 
 def _key(module: LoraModule) -> str:
-    if not _is_of_experts(module):
+    if not module.is_of_experts:
         return PREFIX + module.path
     parent, _, name = module.path.rpartition(".")
     return PREFIX + parent + EXPERTS[name]
-
-
-def _is_of_experts(module: LoraModule) -> bool:
-    return ".experts." in module.path
 
 
 def _rows(stored: StoredSlices, weight: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -87,38 +75,10 @@ def _rows(stored: StoredSlices, weight: str) -> Iterator[tuple[tuple[int, int], 
         yield part.at[0], part.box[1] if part.transpose else part.box[0]
 
 
-def _config_json(config: ModelConfig, base: str) -> dict[str, Any]:
-    assert config.lora is not None
-    lora, modules = config.lora, lora_modules(config)
-    experts = sorted({f"experts.{m.name}" for m in modules if _is_of_experts(m)})
-    rank, alpha = lora.rank, lora.rank * lora.scaling
-    doubled = {f".*\\.{m.name}" for m in modules if m.rank_factor == 2}
-    transposed = any(part.transpose for m in modules for part in stored_slices(config)[m.weights[0]])
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": transposed,
-        "target_modules": sorted({m.name for m in modules if not _is_of_experts(m)}),
-        "target_parameters": [f"mlp.{name}" for name in experts] or None,
-        "rank_pattern": dict.fromkeys(sorted(doubled), 2 * rank),
-        "alpha_pattern": dict.fromkeys(sorted(doubled), 2 * alpha),
-        "modules_to_save": [hf_head(config).removesuffix(".weight")] if config.head == "scalar" else None,
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
-
-
 def load_peft(folder: Path, config: ModelConfig, params: FlatParams) -> None:
     """Fill the adapters of ``params`` from a PEFT folder; ValueError for other modules, ranks or kinds of adapters."""
-    if not is_peft_folder(folder):
-        raise ValueError(f"'{folder}' has no {CONFIG}: lora.init_from takes a folder of PEFT adapters")
-    _check_config(folder, config)
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    check_adapter_config(folder, config)
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         found, wanted = set(file.keys()), _wanted(config)
         if missing := sorted(wanted - found):
             raise ValueError(
@@ -128,21 +88,6 @@ def load_peft(folder: Path, config: ModelConfig, params: FlatParams) -> None:
             raise ValueError(f"'{folder}' has {len(unknown)} tensors without an adapter of ours: {unknown[0]}, ...; "
                              "see lora.targets")  # fmt: skip
         _read_adapters(file, config, params)
-
-
-def _check_config(folder: Path, config: ModelConfig) -> None:
-    assert config.lora is not None
-    fields = json.loads((folder / CONFIG).read_text())
-    for key, only in SUPPORTED.items():
-        if only is not None and fields.get(key, only) != only or only is None and fields.get(key) and key[0] != "f":
-            raise ValueError(f"'{folder}': {key} is {fields[key]!r} in {CONFIG}, which is not supported")
-    expected = _config_json(config, "")
-    for key in ("rank_pattern", "alpha_pattern"):
-        if any(expected[key].get(name) != value for name, value in (fields.get(key) or {}).items()):
-            raise ValueError(f"'{folder}': {key} is {fields[key]!r} in {CONFIG}, supported is {expected[key]!r}")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if rank != config.lora.rank or alpha != config.lora.rank * config.lora.scaling:
-        raise ValueError(f"'{folder}' has rank {rank} and alpha {alpha}: set lora.rank={rank} lora.alpha={alpha}")
 
 
 def _wanted(config: ModelConfig) -> set[str]:
@@ -162,7 +107,7 @@ def _read_adapters(file: Any, config: ModelConfig, params: FlatParams) -> None:
 
     for module in lora_modules(config):
         a, b = (file.get_tensor(f"{_key(module)}.lora_{half}.weight").float() for half in "AB")
-        if _is_of_experts(module):
+        if module.is_of_experts:
             name, rank = b_name(module.weights[0]), shapes[module.a][1]
             a, b = a.unflatten(0, (config.n_experts, -1)), b.unflatten(1, (-1, config.n_experts)).permute(2, 0, 1)
             more = max(0, rank - a.shape[1])  # adapters of a smaller rank have no effect in the rest

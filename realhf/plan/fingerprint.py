@@ -35,7 +35,7 @@ def take_fingerprint(name: str, experiment: Experiment, graph: Graph, roles: Map
             for path in sorted(SOURCE.rglob("*")) if path.suffix in (".py", ".so")}  # fmt: skip
     packages = {"realhf": __version__} | {package: _version(package) for package in PACKAGES}
     sources = {source for role in roles.values() for source in
-               (role.spec.path, role.spec.config, role.spec.tokenizer) if source}  # fmt: skip
+               (role.spec.path, role.spec.config, role.spec.tokenizer, role.spec.lora.init_from) if source}  # fmt: skip
     data = experiment.dataset
     return {
         "code": packages | code | _user_files([name, *(mfc.interface.name for mfc in mfcs)]),

@@ -10,6 +10,7 @@ from realhf.api.graph import Graph
 from realhf.api.model_config import Lora, ModelConfig
 from realhf.api.program import Program
 from realhf.arch.hf_config import read_hf_config
+from realhf.arch.lora import lora_modules
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
@@ -114,14 +115,16 @@ class RunSpec:
 
 
 def model_config(role: RoleSpec) -> ModelConfig:
-    """Read a role's architecture from its model directory or config file."""
+    """Read a role's architecture from its model directory or config file; ValueError if it is invalid."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
     config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
     options = role.spec.lora
     if not options.rank:
         return config
-    lora = Lora(options.rank, options.alpha / options.rank, tuple(options.targets))
-    return replace(config, lora=replace(lora, rank=0, targets=()) if role.is_base else lora)
+    lora = Lora(options.rank, options.alpha, tuple(options.targets))
+    config = replace(config, lora=replace(lora, rank=0, targets=()) if role.is_base else lora)
+    lora_modules(config)  # all targets are modules of the model
+    return config
 
 
 def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:

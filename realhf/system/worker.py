@@ -196,6 +196,7 @@ class ModelWorker:
                 tokenizer_folder=run.tokenizer_dir,
                 shared_name=role if (role, layout) in served_here and self.device.type == "cpu" else "",
                 bases=bases,
+                base_name=run.config.portable(run.roles[role].spec.path or "").partition("@")[0],
             )
             if (role, layout) in served_here:
                 engines[role, layout] = self._with_server(role, engines[role, layout])

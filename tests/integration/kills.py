@@ -6,9 +6,9 @@ from tests.integration.conftest import Run, start
 from tests.integration.test_resume import files, kill, resume
 
 
-def check_kill(whole: Run, root: Path, options: list[str], step: int, whom: str) -> None:
+def check_kill(whole: Run, root: Path, options: list[str], step: int, whom: str, experiment: str = "grpo") -> None:
     """Kill the master or a worker of a run after a step, and resume it."""
-    started = start("grpo", root, options)
+    started = start(experiment, root, options)
     started.wait_for_checkpoint()
     kill(started, step, whom)
     found = resume(started.root)

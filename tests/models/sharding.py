@@ -108,7 +108,7 @@ def engine_on(
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:
         spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))
-        config = replace(config, lora=Lora(RANK, ALPHA / RANK))
+        config = replace(config, lora=Lora(RANK, ALPHA))
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
         RoleSpec(spec, scalar_head=initial.is_critic),

@@ -33,7 +33,7 @@ ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_some")
 
 def with_adapters(folder: Path, scalar: bool = False, targets: tuple[str, ...] = ()) -> Transformer:
     """Return a model of a folder with new adapters, and random matrices B."""
-    config = replace(read_hf_config(folder, scalar), lora=Lora(RANK, ALPHA / RANK, targets))
+    config = replace(read_hf_config(folder, scalar), lora=Lora(RANK, ALPHA, targets))
     own, base = (
         FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, torch.float32, "cpu")
         for specs in (own_specs(config), base_specs(config))

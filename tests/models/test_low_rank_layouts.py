@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realhf.models.peft_folder import WEIGHTS, save_peft
+from realhf.arch.peft_config import ADAPTER_WEIGHTS
+from realhf.models.peft_folder import save_peft
 from tests.models.sharding import LENGTHS, TEMPERATURE, InitialModel, WorkerResult, batch_of, job
 from tests.models.test_low_rank import with_adapters
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
@@ -74,7 +75,8 @@ def test_every_layout_gives_the_same_columns_responses_and_step(
         assert all(torch.equal(tokens, whole.sampled[row]) for row, tokens in member.sampled.items())
         assert member.stats["grad_norm"][0] == pytest.approx(norm, rel=1e-4)
     before, expected, trained = (
-        load_file(root / model / name / WEIGHTS) for name in ("whole/saved", "whole/trained", f"{layout}/trained")
+        load_file(root / model / name / ADAPTER_WEIGHTS)
+        for name in ("whole/saved", "whole/trained", f"{layout}/trained")
     )
     assert before.keys() == trained.keys() and all(not torch.equal(before[name], trained[name]) for name in trained)
     for name, tensor in trained.items():

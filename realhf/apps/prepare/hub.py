@@ -27,7 +27,7 @@ T = TypeVar("T")
 KINDS: dict[Any, str] = {MODEL: "model", DATA: "dataset"}
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@:\s]+))?(?P<selection>(:[^:@\s]*){0,2})")
 MODEL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of the top folder; no pickles, no code
-WEIGHTS = ["model*.safetensors"]
+WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]
 CONVERTED = "refs/convert/parquet"  # the branch with the Parquet files that the hub makes of every public dataset
 STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
            errno.EEXIST, errno.ENAMETOOLONG, errno.EIO}  # fmt: skip

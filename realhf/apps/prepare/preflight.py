@@ -23,6 +23,7 @@ from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.publish import push_problems
+from realhf.arch.peft_config import ADAPTER_CONFIG, check_adapter_config
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
@@ -311,11 +312,19 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
         raise UserError(f"{role}.path is not set (a Hugging Face folder), and {role}.init_from_scratch is not True")
     elif not Path(options.path).is_dir():
         raise UserError(f"{role}.path={options.path}: there is no such folder")
+    elif (Path(options.path) / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{role}.path={options.path}: the folder has LoRA adapters; set {role}.path to their base "
+                        f"model and {role}.lora.init_from to the folder")  # fmt: skip
     elif launching and not any((Path(options.path) / name).is_file() for name in WEIGHTS):
         raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
     elif launching and (problems := weight_problems(Path(options.path))):
         raise UserError([f"{role}.path={options.path}: {problem}" for problem in problems])
-    return model_config(spec)
+    config = model_config(spec)
+    if options.lora.init_from and not options.lora.rank:
+        raise UserError(f"{role}.lora.init_from needs {role}.lora.rank and {role}.lora.alpha of its adapters")
+    if options.lora.init_from and config.lora and config.lora.rank:
+        check_adapter_config(Path(options.lora.init_from), config)
+    return config
 
 
 def weight_problems(folder: Path) -> list[str]:

@@ -143,6 +143,9 @@ class Console:
 
     def _usage(self, role: str, path: str) -> str:
         """Return how to use a trained model; empty for a critic, which is of no use without its actor."""
+        spec = self.run.roles[role].spec
+        if spec.lora.rank and not spec.lora.merge_on_save and not self.run.roles[role].scalar_head:
+            return f"vllm serve {spec.path} --enable-lora --lora-modules {role}={path}, or in peft PeftModel"
         if not self.run.roles[role].scalar_head:
             return f"vllm serve {path}, or in transformers AutoModelForCausalLM.from_pretrained({path!r})"
         return f"realhf quickstart ppo rew.path={path} ..." if role == "model" else ""

@@ -31,8 +31,10 @@ def reference_role(ref: ModelSpec, actor: ModelSpec) -> RoleSpec:
     return RoleSpec(initial, starts_as="actor", is_base=bool(actor.lora.rank) and not actor.lora.init_from)
 
 
-def reference_problems(ref: ModelSpec) -> list[str]:
-    """Return a problem if the default reference has options other than ``offload``."""
+def reference_problems(ref: ModelSpec, actor: ModelSpec) -> list[str]:
+    """Return a problem if the default reference has options other than ``offload``, which adapters leave without use."""
+    if not has_model(ref) and ref.offload and actor.lora.rank:
+        return ["ref.offload=True and actor.lora.rank: the reference is the base of the actor, which is in use"]
     if has_model(ref) or replace(ref, offload=False) == ModelSpec():
         return []
     return ["ref has options, but ref.path and ref.config are not set"]

@@ -56,6 +56,7 @@ class NativeEngine:
     stop_ids: tuple[int, ...]
     total_steps: int
     tokenizer_folder: Path | None = None
+    base_name: str = ""
     optimizer: ShardedAdamW | None = None
     micro_batching: MicroBatching = MicroBatching()
     version: int = 0
@@ -191,7 +192,7 @@ class NativeEngine:
 
     def _write(self, path: Path, read: Callable[[str], Tensor]) -> None:
         if self._saves_adapter:
-            save_peft(path, self.config, read, self.role.spec.path or "", self.tokenizer_folder)
+            save_peft(path, self.config, read, self.base_name, self.tokenizer_folder)
         elif self.config.lora is not None:
             save_hf(path, self.config, partial(merged_parameter, self.config, read), self.tokenizer_folder)
         else:
@@ -257,11 +258,12 @@ def build_engine(
     tokenizer_folder: Path | None,
     shared_name: str = "",
     bases: FrozenBases | None = None,
+    base_name: str = "",
 ) -> NativeEngine:
     """Build a role's engine on this worker. ``holds_weights`` is False for a layout that receives them per call.
 
     With ``shared_name`` the weights are in shared host memory, which other processes can map. ``bases`` has the frozen
-    weights of LoRA; every layout holds its own.
+    weights of LoRA, which every layout holds; saved adapters name their model ``base_name``.
     """
     dtype = own_dtype(role)
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
@@ -289,7 +291,8 @@ def build_engine(
     adamw = optimizer_type(params, role.spec.optimizer, context, sequence, overlap) if optimizer_type else None
     if adamw is not None and adamw.reduction is not None:
         model.on_backward = adamw.reduction.backward_reached
-    return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, adamw)
+    return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder,
+                        base_name, adamw)  # fmt: skip
 
 
 def model_dtype(role: RoleSpec) -> torch.dtype:
