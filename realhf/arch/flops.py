@@ -31,8 +31,11 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int 
 
 
 def train_flops(config: ModelConfig, lengths: Iterable[int], recompute: bool = False) -> int:
-    """Return the operations of forward and backward (twice the forward), plus a recomputed forward if requested."""
-    return (4 if recompute else 3) * forward_flops(config, lengths)
+    """Return the operations of forward and backward (twice the forward), plus a recomputed forward if requested.
+
+    The backward pass of frozen weights, below LoRA adapters, has half as many.
+    """
+    return ((3 if config.lora is None else 2) + recompute) * forward_flops(config, lengths)
 
 
 def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[int]) -> int:

@@ -107,7 +107,7 @@ def test_sft_and_preferences(realhf: Callable[..., Run], sft_words: list[str], t
     [
         ("actor.lora.targets=[c_attn]", "lora.targets=c_attn is no module of a llama model"),
         ("ppo.ref_ema_eta=0.5", "an average needs weights of its own"),
-        ("actor.lora.init_from=/nowhere", "actor.lora.init_from=/nowhere"),
+        ("actor.lora.init_from=/nowhere", "'/nowhere' has no adapter_config.json"),
         ("actor.lora.init_from=.", "has no adapter_config.json"),
         ("ref.offload=True", "ref.offload"),
         ("actor.backend=megatron", "actor.lora.rank=4 requires actor.backend=native"),

@@ -32,7 +32,7 @@ def reference_role(ref: ModelSpec, actor: ModelSpec) -> RoleSpec:
 
 
 def reference_problems(ref: ModelSpec, actor: ModelSpec) -> list[str]:
-    """Return a problem if the default reference has options other than ``offload``, which adapters leave without use."""
+    """Return a problem if the default reference has options other than ``offload``, or a base of adapters has that."""
     if not has_model(ref) and ref.offload and actor.lora.rank:
         return ["ref.offload=True and actor.lora.rank: the reference is the base of the actor, which is in use"]
     if has_model(ref) or replace(ref, offload=False) == ModelSpec():

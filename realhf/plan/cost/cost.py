@@ -190,7 +190,9 @@ class CostModel:
             seconds = max(seconds, self.speed.host_copy(nbytes))
         if strategy.dp > 1:
             seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, shard.itemsize * numel, replicas)
+            seconds += self.speed.collective(
+                CollectiveKind.ALL_GATHER, itemsize(self.roles[mfc.role]) * numel, replicas
+            )
         # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # gradient norm

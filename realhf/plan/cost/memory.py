@@ -20,7 +20,9 @@ from realhf.plan.cost.speed import (
     Footprint,
     StageShard,
     Work,
+    base_numels,
     itemsize,
+    model_itemsize,
     optimizer_bytes,
     shard_numels,
     stage_shards,
@@ -77,9 +79,19 @@ class MemoryModel:
     max_episodes: int = 0
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
-        """Return the bytes of a role's weights per device at the largest stage."""
+        """Return the bytes of the parameters that a role owns per device at the largest stage."""
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
         return float(numel * itemsize(self.roles[role]))
+
+    def base(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
+        numel = max(base_numels(self.models[role], strategy.tp, strategy.pp))
+        return float(numel * model_itemsize(self.roles[role]))
+
+    def model(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the bytes of a role's whole model per device at the largest stage."""
+        config = replace(self.models[role], lora=None)
+        return float(max(shard_numels(config, strategy.tp, strategy.pp)) * model_itemsize(self.roles[role]))
 
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
         """Return the shared memory that stays mapped per worker after moving a role's weights."""
@@ -87,10 +99,14 @@ class MemoryModel:
             return 0.0
         return float(realloc_ring_bytes(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size))
 
-    def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
-        """Return the resident bytes of a role per device of the largest stage (of an offloaded role: while loaded)."""
+    def resident(self, role: str, strategy: ParallelStrategy, with_base: bool = True) -> Bytes:
+        """Return the resident bytes of a role per device of the largest stage (of an offloaded role: while loaded).
+
+        A base of adapters that other roles have in memory counts again.
+        """
         bf16 = self.roles[role].spec.bf16
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
+        weights += self.base(role, strategy) if with_base else 0.0
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
             weights += 4 * numel  # a float32 master of the moving average
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
@@ -110,7 +126,7 @@ class MemoryModel:
         borrowed = 0.0 if home_layout == placement.layout else self.weights(mfc.role, strategy)
         if placement.backend is Backend.vllm:
             if self.device == "cpu":  # the weights are in shared memory
-                borrowed = self.weights(mfc.role, strategy)
+                borrowed = self.model(mfc.role, strategy)
             return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
         match mfc.kind:
@@ -128,13 +144,13 @@ class MemoryModel:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 needed = self._generation(placement, ranks, shards, n)
                 if self.share_prompts and shards[0].is_fused:  # it keeps packed copies of the weights
-                    needed += Bytes(buffers=self.weights(mfc.role, strategy))
+                    needed += Bytes(buffers=self.model(mfc.role, strategy))
                 return replace(needed, borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""
         homes = {role: home_layout(self.graph, plan, role) for role in self.graph.roles}
-        resident = {role: self.resident(role, layout.strategy) for role, layout in homes.items()}
+        resident = {role: self.resident(role, layout.strategy, with_base=False) for role, layout in homes.items()}
         totals = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
         for role, layout in homes.items():
             if not self._is_offloaded(role):
@@ -148,8 +164,20 @@ class MemoryModel:
                 needed |= {rank: needed.get(rank, Bytes()) + resident[mfc.role] for rank in at_home}
             for rank, nbytes in needed.items():
                 peaks[rank] = max(peaks[rank], nbytes, key=lambda bytes_: bytes_.total)
-        others = self._shared_memory_and_servers(plan, homes)
-        return {rank: totals[rank] + peaks[rank] + others[rank] for rank in totals}
+        others, bases = self._shared_memory_and_servers(plan, homes), self._bases(plan)
+        return {rank: totals[rank] + peaks[rank] + others[rank] + bases[rank] for rank in totals}
+
+    def _bases(self, plan: ExecutionPlan) -> dict[int, Bytes]:
+        """Return the bytes of frozen weights per worker: one copy for all roles that read the same shard."""
+        found: dict[int, dict[tuple[str | None, str | None, int, int], float]] = {r: {} for r in range(plan.n_workers)}
+        for mfc in self.graph.mfcs:
+            if mfc.role is None or self.models[mfc.role].lora is None:
+                continue
+            spec, layout = self.roles[mfc.role].spec, plan[mfc.name].layout
+            key = spec.path, spec.config, layout.strategy.tp, layout.strategy.pp
+            for rank in layout.mesh.ranks:
+                found[rank][key] = max(found[rank].get(key, 0.0), self.base(mfc.role, layout.strategy))
+        return {rank: Bytes(weights=sum(bases.values())) for rank, bases in found.items()}
 
     def _shared_memory_and_servers(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, Bytes]:
         """Return the bytes of rings (all moves use the same ones) and of vLLM processes per worker."""
@@ -167,7 +195,7 @@ class MemoryModel:
 
     def _server_contents(self, role: str, strategy: ParallelStrategy, allocated: bool) -> float:
         """Return the bytes of weights and cache of a vLLM process at a time at which it has ``allocated`` them."""
-        return self.weights(role, strategy) + self.server_cache if allocated else 0.0
+        return self.model(role, strategy) + self.server_cache if allocated else 0.0
 
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"

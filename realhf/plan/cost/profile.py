@@ -15,6 +15,7 @@ Counts = dict[str, float]  # amounts of work by name
 ROUNDS, PRECISION = 8, 0.02  # rounds of reweighting; relative residuals below the precision have equal weights
 EXCESS_QUANTILE = 0.1
 CACHED_BYTES = 1 << 20
+FROZEN_BACKWARD = 0.5  # of the time of a backward pass without the gradients of weights, which profiles do not measure
 TYPICAL_ROWS = 128  # rows of a call if the number is unknown
 
 
@@ -221,7 +222,9 @@ class ProfiledSpeed:
         forward, backward = self._of(shard, "train_forward"), self._of(shard, "train_backward")
         trained = work.tokens if work.trained is None else work.trained
         forward_s = forward(pass_counts(shard, work, work.tokens))
-        backward_s = backward(pass_counts(shard, work, trained))
+        backward_s = backward(pass_counts(shard, work, trained)) * (
+            1.0 if shard.model.lora is None else FROZEN_BACKWARD
+        )
         # a profile has no measurement of selective recomputation, whose operations it counts as free
         if shard.recompute is Recompute.full:  # blocks run without autograd, and with it before their backward pass
             again = forward(_blocks(shard.n_blocks, work))

@@ -10,8 +10,9 @@ from realhf.api.config.choices import Recompute
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import box_numel, shard_box
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.api.param_box import ParamSpec, box_numel, shard_box
+from realhf.arch.lora import base_specs, own_specs
+from realhf.arch.param_specs import stage_layers
 
 
 class CollectiveKind(Enum):
@@ -103,20 +104,38 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
 
 
 def itemsize(role: RoleSpec) -> int:
+    """Return the bytes of a parameter that a role owns; adapters are float32."""
+    return 2 if role.spec.bf16 and not role.spec.lora.rank else 4
+
+
+def model_itemsize(role: RoleSpec) -> int:
+    """Return the bytes of a weight of the model, adapted or not."""
     return 2 if role.spec.bf16 else 4
 
 
 def optimizer_bytes(role: RoleSpec) -> int:
     """Return the bytes of optimizer state per parameter: two moments, and float32 master weights of bfloat16 ones."""
-    return 12 if role.spec.bf16 else 8
+    return 12 if itemsize(role) == 2 else 8
+
+
+def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
+    """Return the parameters per stage that a role owns, on the first tensor rank, which holds at least as many as others.
+
+    With LoRA these are the adapters.
+    """
+    return _numels(config, own_specs(config), tp, pp)
+
+
+def base_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
+    """Return the frozen weights per stage below LoRA adapters; zeros without adapters."""
+    return _numels(config, base_specs(config), tp, pp)
 
 
 @lru_cache(maxsize=4096)
-def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
-    """Return, per stage, the parameters of its first tensor rank, which holds at least as many as the others."""
+def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int) -> tuple[int, ...]:
     totals = [0] * pp
     stages = stage_layers(config, pp)
-    for spec in param_specs(config):
+    for spec in specs:
         numel = box_numel(shard_box(spec, tp, 0))
         for stage, layers in enumerate(stages):
             totals[stage] += numel * spec.is_in(layers)

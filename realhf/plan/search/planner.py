@@ -181,7 +181,8 @@ class Planner:
             if src == dst:
                 return ReallocCost()
             memory = self.calls.memory
-            cost, copy = self.calls.cost.reallocate(role, src, dst), memory.weights(role, dst.strategy)
+            copy = memory.weights(role, dst.strategy) + memory.base(role, dst.strategy)
+            cost = self.calls.cost.reallocate(role, src, dst)
             return ReallocCost(cost, copy, memory.ring_bytes(role, src, dst))
 
         def sync(ema: Sync, source: int, target: int) -> Cost:
