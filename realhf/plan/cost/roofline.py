@@ -38,7 +38,7 @@ class Roofline:
         elif shard.recompute is Recompute.selective:  # read and write what the products take
             recomputed = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize
             recompute_s = shard.n_blocks * work.tokens * recomputed / self.hardware.memory_bandwidth
-        # two products for each one of the forward pass, without gradients of weights one; the head recomputes its logits
+        # two products for each one of the forward pass, one for frozen weights; the head recomputes its logits
         products = 2 if shard.model.lora is None else 1
         backward = shard.n_blocks * (products * block + reduces) + (1 + products) * self._ends(shard, work.tokens)
         return forward, backward + recompute_s

@@ -119,7 +119,7 @@ def optimizer_bytes(role: RoleSpec) -> int:
 
 
 def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
-    """Return the parameters per stage that a role owns, on the first tensor rank, which holds at least as many as others.
+    """Return, per stage, the parameters that a role owns; those of its first tensor rank, which are not fewer.
 
     With LoRA these are the adapters.
     """
