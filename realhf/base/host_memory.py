@@ -26,3 +26,23 @@ def trim_heap() -> None:
     """Return freed memory to the operating system; glibc caches it otherwise."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that the processes of this host or container can use: that of the host, or of a cgroup.
+
+    ``root`` is the root of the file system.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    own = root / "proc" / "self" / "cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        file, mount = ("memory.max", "") if not controllers else ("memory.limit_in_bytes", "memory")
+        folder = root / "sys" / "fs" / "cgroup" / mount
+        # of the group and of those that contain it; a container sees its own group as the root
+        groups = [folder, *(folder / part for part in Path(path.lstrip("/")).parents), folder / path.lstrip("/")]
+        texts = [(group / file).read_text().strip() for group in groups if (group / file).is_file()]
+        limits += [int(text) for text in texts if text.isdigit()]
+    return min(limits)

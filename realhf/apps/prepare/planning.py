@@ -15,6 +15,7 @@ from realhf.api.machine import Hardware, Workload
 from realhf.api.model_config import ModelConfig
 from realhf.base import native
 from realhf.base.errors import UserError
+from realhf.base.host_memory import host_bytes
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.plan.compile.allocate import PLANNED, micro_batching
@@ -96,7 +97,7 @@ def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
     name = options.hardware or ("cpu" if device == "cpu" else "h100")
     hardware = read_hardware(name, config.n_gpus_per_node)
     if name == "cpu":
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / config.n_gpus_per_node
+        memory = host_bytes() / config.n_gpus_per_node
         cores = max(1, (os.cpu_count() or 1) // (config.threads_per_worker or 1))
         hardware = replace(hardware, memory=memory, cores=cores)
     if options.memory_gb is not None:

@@ -30,8 +30,11 @@ from realhf.models.engine.vllm_weights import (
     WeightMemory,
     gather_bytes,
     make_buckets,
+    merged_shard,
 )
+from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import config_json
+from realhf.models.peft_folder import merged_parameter
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NOT_INHERITED = ("TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -42,8 +45,12 @@ RUNTIME_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class VllmEngine(NativeEngine):
-    """A native engine that generates with vLLM. The first rank of a tensor-parallel group calls it and broadcasts."""
+    """A native engine that generates with vLLM. The first rank of a tensor-parallel group calls it and broadcasts.
 
+    vLLM reads the weights in ``served``: those of the engine, or with LoRA a copy with merged adapters.
+    """
+
+    served: FlatParams | None = None
     server: VllmServer | None = None
     buckets: tuple[Bucket, ...] = ()
     memory: WeightMemory | None = None
@@ -93,9 +100,27 @@ class VllmEngine(NativeEngine):
         """Return the checksum of the replica's weights, and their memory if vLLM needs it. Collective."""
         group, device = self.context.group("tp"), self.context.device
         is_stale = self.server is not None and self.server.version != self.version
+        if self.config.lora is not None:
+            self._merge()
         state = torch.tensor([self._checksum() if self.verify else 0, int(is_stale)], device=device)
         checksum, stale = group.all_reduce(state).tolist()  # also a barrier: all shards of the weights are up to date
         return checksum, self.memory.export() if stale and self.memory is not None else []
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Write the weights with merged adapters."""
+        served = self._served
+
+        def read(name: str) -> Tensor:
+            return (self.params if name in self.params.names else self.model.base).view(name)
+
+        for name in served.names:
+            served.view(name).copy_(merged_parameter(self.config, read, name))
+
+    @property
+    def _served(self) -> FlatParams:
+        assert self.served is not None
+        return self.served
 
     def _check_weights(self, checksum: int) -> None:
         assert self.server is not None
@@ -106,11 +131,12 @@ class VllmEngine(NativeEngine):
 
     def _checksum(self) -> int:
         """Return the sum of this shard's weights, read as integers; like in vLLM, a tied embedding counts twice."""
-        tied = [self.params.view("embed.weight")] if self.config.tied_embedding else []
-        return sum(int(some.reshape(-1).view(torch.int16).sum(dtype=torch.int64)) for some in (self.params.data, *tied))
+        tied = [self._served.view("embed.weight")] if self.config.tied_embedding else []
+        weights = (self._served.data, *tied)
+        return sum(int(some.reshape(-1).view(torch.int16).sum(dtype=torch.int64)) for some in weights)
 
     def _send_weights(self, server: VllmServer, memory: Memory) -> None:
-        if self.params.data.is_cuda:
+        if self._served.data.is_cuda:
             torch.cuda.empty_cache()  # vLLM allocates from what torch does not hold
         try:
             for bucket in self.buckets:
@@ -118,7 +144,7 @@ class VllmEngine(NativeEngine):
                 server.call("load", tensors=bucket, memory=memory, version=version)
                 memory = []  # it is open until the last request
         except RunFailed as error:
-            if not self.params.data.is_cuda or server.torch == torch.__version__:
+            if not self._served.data.is_cuda or server.torch == torch.__version__:
                 raise
             raise RunFailed(
                 f"{error}; vLLM has torch {server.torch}, this worker torch {torch.__version__}, and an older torch "
@@ -167,8 +193,8 @@ class VllmLauncher:
     def start(self, engine: NativeEngine, devices: Sequence[str]) -> VllmServer:
         """Start a process for an engine's replica, on its GPUs if any; raises RunFailed if vLLM does not start."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        dtype, context = engine.params.data.dtype, engine.context
-        hf_config = config_json(replace(engine.config, tied_embedding=False), dtype)
+        dtype, context = engine.model.dtype, engine.context
+        hf_config = config_json(replace(engine.config, tied_embedding=False, lora=None), dtype)
         (self.folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         name, ranks = f"vLLM of worker {context.rank}", context.group("tp").ranks
         server = VllmServer(name, self.options, self.log, self.environment(ranks, devices), context.activity)
@@ -208,7 +234,7 @@ class VllmLauncher:
         """Return vLLM's options for GPUs. It starts only if the share of the memory that it may use is free."""
         total = torch.cuda.get_device_properties(engine.context.device).total_memory
         cache = int(self.options.kv_cache_bytes(total))
-        needed = engine.params.data.nbytes + cache + RUNTIME_BYTES
+        needed = engine.model.base.data.nbytes + cache + RUNTIME_BYTES
         return {
             "enforce_eager": self.options.enforce_eager,
             "enable_sleep_mode": self.options.enable_sleep_mode,
@@ -226,7 +252,8 @@ class VllmLauncher:
 
 def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
     """Return the engine with a vLLM process for its replica. Collective over its tensor-parallel group."""
-    group, params, devices = engine.context.group("tp"), engine.params, list[str]()
+    group, devices = engine.context.group("tp"), list[str]()
+    params = engine.params if engine.config.lora is None else merged_shard(engine, launcher.folder.name)
     memory: WeightMemory
     if params.shared is not None:
         memory = HostMemory(params.shared, group)
@@ -237,4 +264,4 @@ def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
     server = launcher.start(engine, devices) if group.index == 0 else None
     buckets = make_buckets(engine) if server else ()
     fields_ = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    return VllmEngine(**fields_, server=server, buckets=buckets, memory=memory, verify=launcher.verify)
+    return VllmEngine(**fields_, served=params, server=server, buckets=buckets, memory=memory, verify=launcher.verify)

@@ -78,7 +78,7 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
 
     A layer is in one request, since vLLM fuses some of its tensors.
     """
-    config, context, dtype = engine.config, engine.context, engine.params.data.dtype
+    config, context, dtype = replace(engine.config, lora=None), engine.context, engine.model.dtype
     ranks, dp = sorted(context.group("tp").ranks), context.layout.strategy.dp
     shards = [empty_shard(config, context.layout, rank, dtype, "meta", dp) for rank in ranks]
     tensors = _mapped_tensors(config, shards, dtype)
@@ -96,6 +96,13 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
         bytes_left -= math.prod(tensor["shape"]) * dtype.itemsize
         buckets[-1].append(tensor)
     return tuple(map(tuple, buckets))
+
+
+def merged_shard(engine: NativeEngine, name: str) -> FlatParams:
+    """Return memory for an engine's weights with merged adapters, on CPUs shared memory."""
+    config, context = replace(engine.config, lora=None), engine.context
+    where = context.layout, context.rank, engine.model.dtype, context.device, context.layout.strategy.dp
+    return empty_shard(config, *where, shared_name=name if context.device.type == "cpu" else "")
 
 
 def _mapped_tensors(

@@ -4,14 +4,13 @@ Unauthenticated, replayed and oversized messages are dropped and counted. By def
 """
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import msgspec
@@ -103,7 +102,9 @@ class ZmqMaster:
         self._verifier = SignatureVerifier(key, (Direction.to_master, Direction.heartbeat), range(n_workers))
         self._signer = Signer(key, Direction.to_worker)
         self._routes: dict[int, bytes] = {}  # ZeroMQ's identities of connections: a peer cannot take a worker's
-        self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
+        # of mode 0700; it removes itself if a signal interrupts this constructor, or its caller before it calls close
+        self._private = None if address else TemporaryDirectory(prefix="realhf-", ignore_cleanup_errors=True)
+        self.folder = None if self._private is None else Path(self._private.name)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -153,8 +154,8 @@ class ZmqMaster:
 
     def close(self) -> None:
         self._close()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)  # the system may have cleaned /tmp
+        if self._private is not None:
+            self._private.cleanup()
 
 
 class ZmqWorker:

@@ -1,5 +1,6 @@
 """Messages over real sockets: ordered delivery, rejected messages, timeouts."""
 
+import os
 import pickle
 import stat
 import subprocess
@@ -310,3 +311,35 @@ def test_open_channels_in_a_reference_cycle_are_collected() -> None:
     """As after an exception whose traceback refers to them; pyzmq alone waits forever."""
     done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stdout == "collected\n", done.stderr
+
+
+INTERRUPTED = """
+import sys
+from realhf.system.transport.channel import ZmqMaster
+
+def interrupt(frame, event, arg, left=[int(sys.argv[1])]):
+    if frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("channel.py"):
+        left[0] -= event == "line"
+        if left[0] < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+    return interrupt
+
+sys.settrace(interrupt)
+channel = ZmqMaster(b"k" * 32, 1)
+sys.settrace(None)
+print("made")
+"""
+
+
+def test_an_interrupted_constructor_leaves_no_folder(tmp_path: Path) -> None:
+    """At any of its lines, or before the caller can close the channel."""
+    for line in range(100):
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(line)]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert not list(tmp_path.iterdir()), f"at line {line}"
+        if "made" in found.stdout:
+            break
+        assert "KeyboardInterrupt" in found.stderr
+    assert 10 < line < 99
