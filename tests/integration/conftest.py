@@ -120,11 +120,16 @@ def undescribed_metrics(root: Path) -> set[str]:
     return {key for key in keys if describe(key) is None}
 
 
-def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence[str] = ()) -> Started:
-    """Start ``realhf quickstart`` with its run in ``folder/t/trial``, or another command on a run in ``folder``."""
+def start(
+    experiment: str, folder: Path, words: Sequence[str], command: Sequence[str] = (), prefix: Sequence[str] = ()
+) -> Started:
+    """Start ``realhf quickstart`` with its run in ``folder/t/trial``, or another command on a run in ``folder``.
+
+    ``prefix`` is a command that executes its arguments.
+    """
     common = [f"fileroot={folder}", "experiment_name=t", "trial_name=trial", "device=cpu", "threads_per_worker=1"]
     process = subprocess.Popen(
-        [*PROGRAM, *(command or ["quickstart", experiment, *common]), *words],
+        [*prefix, *PROGRAM, *(command or ["quickstart", experiment, *common]), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,8 +1,10 @@
 """Runs with LoRA adapters: curves, layouts, interruptions, saved folders, roles on one base."""
 
 import json
+import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.conftest import TIMEOUT_S, Task
 from tests.integration.conftest import Run, same_curve, start
 from tests.integration.kills import check_kill
 
@@ -100,6 +103,47 @@ def test_sft_and_preferences(realhf: Callable[..., Run], sft_words: list[str], t
                                    "model.optimizer.lr=3e-2"])  # fmt: skip
     losses = [line["loss"] for line in run.metrics]
     assert losses[-1] < losses[0] - 0.1 and (run.model("model", len(losses)) / "adapter_config.json").is_file()
+
+
+@pytest.fixture
+def four_gigabytes() -> Iterator[Path]:
+    """A cgroup (version 1 or 2) with a limit of 4 GB."""
+    root = Path("/sys/fs/cgroup")
+    folder, file = (root / "memory", "memory.limit_in_bytes") if (root / "memory").is_dir() else (root, "memory.max")
+    group = folder / f"realhf-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / file).write_text(f"{4 << 30}")
+    except OSError as error:
+        pytest.skip(f"NO RUN INSIDE 4 GB IS TESTED: a cgroup cannot be made here ({error})")
+    yield group
+    end = time.monotonic() + TIMEOUT_S
+    while (group / "cgroup.procs").read_text().split() and time.monotonic() < end:
+        time.sleep(0.1)
+    group.rmdir()
+
+
+def test_a_model_of_135_million_parameters_trains_in_4_gb(
+    four_gigabytes: Path, task: Task, reward_file: Path, tmp_path: Path
+) -> None:
+    """GRPO with default micro-batches, which shrink until they fit."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [
+        f"actor.config={tmp_path}", "actor.init_from_scratch=True", f"actor.tokenizer={task.tokenizer}",
+        f"dataset.path={task.train}", "actor.lora.rank=16", "dataset.train_bs_n_seqs=16", "ppo.group_size=8",
+        "ppo.gen.max_new_tokens=32", "ppo.gen.min_new_tokens=32", "exp_ctrl.total_train_steps=1",
+        f"reward.fn={reward_file}:graded", "tensorboard.enabled=False",
+    ]  # fmt: skip
+    entered = ["sh", "-c", f'echo $$ > {four_gigabytes}/cgroup.procs; exec "$@"', "sh"]
+    run = start("grpo", tmp_path, words, prefix=entered).finish()
+    assert run.code == 0, run.output
+    size = sum(file.stat().st_size for file in run.model("actor", 1).glob("*.safetensors"))
+    assert size < 0.04 * 4 * 134.5e6
 
 
 @pytest.mark.parametrize(

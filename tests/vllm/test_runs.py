@@ -59,6 +59,16 @@ def test_trainer_and_generator_log_probabilities_agree(runs: dict[str, Run]) -> 
         assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
 
 
+def test_adapters_are_merged_for_vllm(options: list[str], tmp_path: Path) -> None:
+    """The checksums of merged weights are compared, and the reference is the base."""
+    lora = ["actor.lora.rank=4", "actor.optimizer.lr=3e-3", WITH_VLLM]
+    variants = {"one": [], "tensor": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2"]}
+    found = run_all("ppo-math", tmp_path, variants, [*options, *lora])
+    assert not same_curve(found["one"], found["tensor"])
+    assert all(line["actor_train/logprob_diff"] < 1e-5 for line in found["one"].metrics)
+    assert abs(found["one"].metrics[-1]["kl/ref"]) > 1e-6 and found["one"].metrics[-1]["actor_train/grad_norm"] > 0
+
+
 @pytest.fixture
 def started(options: list[str], tmp_path: Path) -> Callable[..., Started]:
     return lambda *more: start("ppo-math", tmp_path, [*options, *more])
