@@ -17,6 +17,13 @@ KINDS = {
     "grpo": ["ppo.dynamic_sampling=True", "ppo.overlong_buffer=4", "ppo.kl_monitor=[k2,k3]"],
     "rloo": ["ppo.recompute_logprobs=True"],
     "reinforce-pp": ["ppo.policy_loss=cispo", "ppo.eps_clip_high=0.28"],
+    "ppo-math": [
+        "ppo.policy_loss=sapo",
+        "ppo.advantage=opo",
+        "ppo.disable_value=True",
+        "ppo.recompute_logprobs=True",
+        "ppo.importance=sequence_mis",
+    ],
     "remax": ["ppo.kl_in=none"],
     "vineppo": ["vine.n_rollouts=2", "vine.max_states=2"],
 }
@@ -58,13 +65,17 @@ def test_rollout_one_step_ahead(
     apart = ["n_gpus_per_node=2", "allocation_mode=manual", "ppo.disable_value=True", "ppo.recompute_logprobs=True",
              "actor_gen.device_mesh=0", "rew_inf.device_mesh=0", "ref_inf.device_mesh=1", "actor_inf.device_mesh=1",
              "actor_train.device_mesh=1"]  # fmt: skip
-    variants = {"abreast": [], "ahead": ["max_staleness=1"]}
+    band = ["ppo.importance=icepop", "ppo.corrections.icepop.low=0.99", "ppo.corrections.icepop.high=1.01"]
+    variants = {"abreast": [], "ahead": ["max_staleness=1"], "band": ["max_staleness=1", *band]}
     runs = realhf_all("ppo-math", tmp_path_factory.mktemp("stale"), variants, [*ppo_words, *apart])
     abreast, ahead = runs["abreast"].curve, runs["ahead"].curve
     assert abreast[0]["actor_train/logprob_diff"] == pytest.approx(ahead[0]["actor_train/logprob_diff"], abs=1e-6)
     assert all(line["actor_train/logprob_diff"] < 1e-4 for line in abreast)
     assert all(line["actor_train/logprob_diff"] > 1e-3 for line in ahead[1:])  # with the previous weights
     assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
+    assert all(line["actor_train/is_rejected"] == 0 for line in ahead)
+    rejected = [line["actor_train/is_rejected"] for line in runs["band"].curve]
+    assert rejected[0] == 0 and all(0 < share < 1 for share in rejected[1:])
 
 
 def test_dynamic_sampling_fills_its_batches(

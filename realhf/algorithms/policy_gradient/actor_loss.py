@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.corrections import Mismatch
 from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from realhf.api.config import KLPlace, LossAggregation
@@ -42,7 +43,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     """Return the weighted sum over trained tokens of the policy loss and, with ``kl_in=loss``, of the KL penalty.
 
     Columns (``[T]``): ``logprobs`` (old), ``advantages``, ``loss_mask``, ``weights``; ``ref_logprobs`` and
-    ``kl_weights`` for the penalty; ``is_weights`` with recomputed old log-probs (truncated importance sampling).
+    ``kl_weights`` for the penalty; ``is_weights`` with recomputed old log-probs (``CORRECTIONS``).
     Statistics: ``actor_loss``, ``importance_ratio``, ``clip_fraction`` (fraction of tokens without gradient),
     ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token) and ``logprob_diff`` (mean
     |log r|: before the first step of a batch, the difference between trainer and generator).
@@ -73,11 +74,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     return Loss(total, stats)
 
 
-def truncated_is_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Return the importance weights ``min(p / p_behaviour, cap)`` per token, ``[T]``, 1 where masked, without gradient.
-
-    ``logprobs`` are recomputed by the trainer before its first step; the behaviour policy has older weights or another
-    engine (decoupled PPO, arXiv 2505.24298, eq. 5; truncation: Espeholt et al. 2018, arXiv 1802.01561).
-    """
-    log_ratio = (logprobs - behaviour_logprobs).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.detach().exp().clamp(max=cap)
+def mismatch_of(logprobs: Tensor, behaviour_logprobs: Tensor, rows: PackedRows, cap: float) -> Mismatch:
+    """Return the ratios of trainer and generator on the sampled tokens ``rows``, without gradient (columns ``[T]``)."""
+    log_ratio = (logprobs - behaviour_logprobs).masked_fill(~rows.mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return Mismatch(log_ratio.detach(), rows, cap)

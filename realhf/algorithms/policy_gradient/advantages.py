@@ -114,6 +114,13 @@ def rloo(x: AdvantageInputs, _: None) -> Advantages:
     return x.of_episodes(leave_one_out)
 
 
+def opo(x: AdvantageInputs, _: None) -> Advantages:
+    """Subtract the group's mean score weighted by lengths: of least variance if gradients of tokens are independent."""
+    episode_of = episode_numbers(x.batch)
+    lengths = group_sums(x.rows.counts, episode_of)[0][first_rows(episode_of)]
+    return x.of_episodes(lambda scores, groups: scores - length_weighted_mean(scores, lengths, groups))
+
+
 def turn(x: AdvantageInputs, options: TurnOptions) -> Advantages:
     """Normalise the return from each turn on over the turns of the same number in the group.
 
@@ -183,6 +190,7 @@ ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "turn": Component(turn, "return from each turn on, normalised over the group by turn (MT-GRPO, arXiv 2505.11821)",
                       TurnOptions, check_group),
     "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),
+    "opo": Component(opo, "baseline weighted by lengths (OPO, arXiv 2505.23585)", check=check_group),
     "greedy_baseline": Component(greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)",
                                  check=check_no_critic),
     "precomputed": Component(precomputed, "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)",
@@ -226,6 +234,13 @@ def leave_one_out(scores: Tensor, group_of_row: Sequence[int]) -> Tensor:
     sums, sizes = group_sums(scores, group_of_row)
     others = (sums - scores.double()) / (sizes - 1).clamp(min=1.0)
     return (scores.double() - others).masked_fill(sizes == 1, 0.0).to(scores.dtype)
+
+
+def length_weighted_mean(scores: Tensor, lengths: Tensor, group_of_row: Sequence[int]) -> Tensor:
+    """Return the mean of each row's group, ``[B]``, in which a score counts as often as its response has tokens."""
+    totals, _ = group_sums(scores.double() * lengths, group_of_row)
+    weights, _ = group_sums(lengths, group_of_row)
+    return (totals / weights.clamp(min=1.0)).to(scores.dtype)
 
 
 def group_sums(scores: Tensor, group_of_row: Sequence[int]) -> tuple[Tensor, Tensor]:

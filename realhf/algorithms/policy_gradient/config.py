@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
+from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import (
@@ -25,13 +26,18 @@ if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 
     class Advantage(Enum): ...
 
+    class Importance(Enum): ...
+
     PolicyLossOptions = Any
     AdvantageOptions = Any
+    CorrectionOptions = Any
 else:
     PolicyLoss = Enum("PolicyLoss", {name: name for name in POLICY_LOSSES})
     Advantage = Enum("Advantage", {name: name for name in ADVANTAGES})
+    Importance = Enum("Importance", {name: name for name in CORRECTIONS})
     PolicyLossOptions = options_class("PolicyLossOptions", POLICY_LOSSES)
     AdvantageOptions = options_class("AdvantageOptions", ADVANTAGES)
+    CorrectionOptions = options_class("CorrectionOptions", CORRECTIONS)
 
 
 @dataclass
@@ -75,6 +81,8 @@ class PPOConfig:
     advantages: AdvantageOptions = opt(AdvantageOptions, "options of single advantage estimators")
     recompute_logprobs: bool = opt(False, "recompute old log-probs in the trainer, with importance weights")
     is_weight_cap: float = opt(2.0, "cap of the importance weights p_trainer / p_generator (recompute_logprobs)", CAP)
+    importance: Importance = opt(Importance["tis"], f"with recompute_logprobs: {help_text(CORRECTIONS)}")
+    corrections: CorrectionOptions = opt(CorrectionOptions, "options of single corrections")
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
     max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
     overlong_buffer: int = opt(0, "tokens before max_new_tokens over which the length penalty grows", NATURAL)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
+from realhf.api.config import opt
+from realhf.api.config.option import CAP, POSITIVE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +35,17 @@ class TokenLoss:
     is_clipped: Tensor | None = None
 
 
+@dataclass
+class DualClipOptions:
+    cap: float = opt(3.0, "largest ratio of an action with a negative advantage", CAP)
+
+
+@dataclass
+class SapoOptions:
+    tau_pos: float = opt(1.0, "temperature of the gate for positive advantages", POSITIVE)
+    tau_neg: float = opt(1.05, "temperature for negative advantages", POSITIVE)
+
+
 def clip(x: PolicyLossInputs, _: None) -> TokenLoss:
     """Return ``max(-A r, -A clip(r, 1 - low, 1 + high))`` with ``r = exp(log_ratio)``.
 
@@ -41,6 +54,28 @@ def clip(x: PolicyLossInputs, _: None) -> TokenLoss:
     ratio = x.log_ratio.exp()
     plain, clipped = -x.advantages * ratio, -x.advantages * ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
     return TokenLoss(plain.maximum(clipped), clipped > plain)
+
+
+def dual_clip(x: PolicyLossInputs, options: DualClipOptions) -> TokenLoss:
+    """Return ``clip``, for ``A < 0`` at most ``-cap A``: large ratios of bad actions have no gradient.
+
+    Ye et al. 2020, arXiv 1912.09729.
+    """
+    clipped = clip(x, None)
+    limit = -options.cap * x.advantages
+    is_limited = (x.advantages < 0) & (clipped.loss > limit)
+    assert clipped.is_clipped is not None
+    return TokenLoss(clipped.loss.where(~is_limited, limit), clipped.is_clipped | is_limited)
+
+
+def sapo(x: PolicyLossInputs, options: SapoOptions) -> TokenLoss:
+    """Return ``-A sigmoid(tau (r - 1)) 4 / tau``, whose slope in r is A at r = 1; tau depends on the sign of A.
+
+    SAPO (arXiv 2511.20347). Nothing is clipped: gradients decay smoothly with the distance from 1.
+    """
+    tau = x.advantages.new_full(x.advantages.shape, options.tau_neg).masked_fill(x.advantages > 0, options.tau_pos)
+    gate = (tau * (x.log_ratio.exp() - 1.0)).sigmoid() * 4.0 / tau
+    return TokenLoss(-gate * x.advantages)
 
 
 def sequence_clip(x: PolicyLossInputs, _: None) -> TokenLoss:
@@ -62,6 +97,9 @@ def reinforce(x: PolicyLossInputs, _: None) -> TokenLoss:
 POLICY_LOSSES: dict[str, Component[PolicyLossInputs, TokenLoss]] = {
     "clip": Component(clip, "clipped ratio (PPO, arXiv 1707.06347, eq. 7)"),
     "sequence_clip": Component(sequence_clip, "one clipped ratio per response (GSPO, arXiv 2507.18071, eq. 5-7)"),
+    "dual_clip": Component(dual_clip, "clip with a limit for negative advantages (dual clip, arXiv 1912.09729)",
+                           DualClipOptions),
+    "sapo": Component(sapo, "smooth gate of the ratio instead of a clip (SAPO, arXiv 2511.20347)", SapoOptions),
     "cispo": Component(cispo, "clipped importance weights (CISPO, arXiv 2506.13585, eq. 4-5)"),
     "reinforce": Component(reinforce, "no ratio, on-policy only (REINFORCE, as in arXiv 2402.14740, eq. 6)"),
-}
+}  # fmt: skip

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import truncated_is_weights
+from realhf.algorithms.policy_gradient.actor_loss import mismatch_of
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.kl import kl_terms
 from realhf.algorithms.policy_gradient.ppo_formulas import outcome_rewards, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
@@ -57,10 +58,14 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     inputs = AdvantageInputs(batch, rewards, values, rows, trained, row_of_token, config.discount, config.gae_lambda)
     name = config.advantage.value
     advantages, returns = ADVANTAGES[name].fn(inputs, vars(config.advantages).get(name))
-    weights = None
+    correction, loss_mask = None, trained.mask
     if config.recompute_logprobs:
-        weights = truncated_is_weights(logprobs, batch["logprobs"], mask, config.is_weight_cap)
-    return TrainingSignals(logprobs, kl, mask, trained.mask, values, advantages, returns, weights, len(batch))
+        name, mismatch = config.importance.value, mismatch_of(logprobs, batch["logprobs"], rows, config.is_weight_cap)
+        correction = CORRECTIONS[name].fn(mismatch, vars(config.corrections).get(name))
+        if correction.is_kept is not None:
+            loss_mask = loss_mask & correction.is_kept
+    weights = None if correction is None else correction.weights
+    return TrainingSignals(logprobs, kl, mask, loss_mask, values, advantages, returns, weights, len(batch))
 
 
 def with_turn_rewards(rewards: Tensor, turn_rewards: Tensor, rows: PackedRows) -> Tensor:
@@ -106,5 +111,6 @@ def signal_stats(signals: TrainingSignals, batch: SequenceBatch, config: PPOConf
         stats[f"kl_{estimator.value}_per_response"] = (float(terms.double().sum()), n_rows)
     if signals.is_weights is not None:
         stats["is_weight"] = mean_of(signals.is_weights, mask)
+        stats["is_rejected"] = mean_of((~signals.loss_mask).float(), mask)
         stats["logprob_diff"] = mean_of((signals.logprobs - batch["logprobs"]).abs(), mask)
     return stats

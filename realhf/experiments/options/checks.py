@@ -6,6 +6,7 @@ from math import inf
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
+from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
 from realhf.environments.loading import check_class
@@ -92,6 +93,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
     ])  # fmt: skip
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
+    problems += CORRECTIONS[ppo.importance.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
 
 

@@ -193,7 +193,11 @@ POLICY_GRADIENT = (
                   "mean absolute difference of the log-probabilities of trainer and generator, before the first update",
                   "actor_train/logprob_diff"),
     MetricPattern("{call}/is_weight", "importance weight", "",
-                  "mean truncated importance weight of a token (`ppo.recompute_logprobs`)", "actor_train/is_weight"),
+                  "mean importance weight of a token (`ppo.recompute_logprobs`, `ppo.importance`)",
+                  "actor_train/is_weight"),
+    MetricPattern("{call}/is_rejected", "tokens without training", "",
+                  "fraction of sampled tokens that are not trained: rejected by `ppo.importance`, or of truncated "
+                  "responses (`ppo.mask_too_long`)", "actor_train/is_rejected"),
     MetricPattern("{call}/kl", "KL to the reference", "nats",
                   "policy gradients: KL(policy, reference) per token; `dpo`: mean log-probability of a response "
                   "minus that of the reference", "actor_train/kl"),

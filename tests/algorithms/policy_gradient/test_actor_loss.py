@@ -11,10 +11,11 @@ from torch import Tensor
 from realhf.algorithms.policy_gradient.actor_loss import (
     actor_loss,
     denominator,
+    mismatch_of,
     token_weights,
-    truncated_is_weights,
 )
 from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.api.batch_meta import RowId
 from realhf.api.config import KLEstimator, KLPlace, LossAggregation
 from realhf.data.batch import Column, SequenceBatch
@@ -85,7 +86,8 @@ def test_the_kl_loss_has_its_own_weights() -> None:
 
 def test_importance_weights_are_capped_and_scale_the_loss() -> None:
     prox, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -3.0, -9.0])
-    weights = truncated_is_weights(prox, behaviour, torch.tensor([True, True, False]), 2.0)
+    rows = PackedRows(torch.tensor([True, True, False]), (3,))
+    weights = CORRECTIONS["tis"].fn(mismatch_of(prox, behaviour, rows, 2.0), None).weights
     assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0, 1.0])
     batch = batch_of(prox, torch.ones(3), torch.tensor([1, 1, 0]), (3,), is_weights=weights)
     assert float(actor_loss(prox, batch, PPOConfig()).total) == pytest.approx(-math.exp(0.5) - 2.0)

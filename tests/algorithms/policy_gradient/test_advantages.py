@@ -41,6 +41,7 @@ WORKED: dict[str, tuple[list[float], list[float], object]] = {
     "group": ([1 / (1 + 1e-5)] * 3 + [-1 / (1 + 1e-5)] * 2 + [0] * 2, list(SCORES), GroupOptions()),
     "turn": ([0, *[1 / (1 + 1e-5)] * 2, 0, -1 / (1 + 1e-5), 0, 0], [0, 3, 3, 0, 1, 0, 5], TurnOptions()),
     "rloo": ([2] * 3 + [-2] * 2 + [0] * 2, list(SCORES), None),
+    "opo": ([2 / 3] * 3 + [-4 / 3] * 2 + [0] * 2, list(SCORES), None),
     "greedy_baseline": ([2.5] * 3 + [0] * 2 + [5.5] * 2, list(SCORES), None),
     "precomputed": ([0, 1, 2, 0, 3, 0, 4], list(SCORES), None),
     "process": ([HIGH + LOW, HIGH + LOW, LOW, HIGH, HIGH, 0, 0], list(SCORES), None),

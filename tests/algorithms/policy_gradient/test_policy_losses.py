@@ -1,5 +1,6 @@
 """Policy losses against values computed by hand."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 
 from realhf.algorithms.policy_gradient.actor_loss import actor_loss
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from realhf.algorithms.policy_gradient.policy_losses import (
+    POLICY_LOSSES,
+    DualClipOptions,
+    PolicyLossInputs,
+    SapoOptions,
+)
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
 from realhf.ops.rows import PackedRows
@@ -27,8 +33,27 @@ class Worked(NamedTuple):
 
 
 S = (1.5 * 0.9) ** 0.5
+
+
+def gate(ratio: float, tau: float) -> float:
+    return 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def slope(ratio: float, tau: float) -> float:
+    """Of the gate in the log-probability."""
+    share = gate(ratio, tau) * tau / 4
+    return 4 * share * (1 - share) * ratio
+
+
 WORKED = {
     "clip": Worked((-2 * 1.3, -2 * 0.9, 0.8), (0.0, -2 * 0.9, 0.0), 2),
+    "dual_clip": Worked((-2 * 1.3, -2 * 0.9, 0.4), (0.0, -2 * 0.9, 0.0), 2, DualClipOptions(cap=0.4)),
+    "sapo": Worked(
+        (-2 * gate(1.5, 1.0), -2 * gate(0.9, 1.0), gate(0.5, 1.05)),
+        (-2 * slope(1.5, 1.0), -2 * slope(0.9, 1.0), slope(0.5, 1.05)),
+        0,
+        SapoOptions(),
+    ),
     "sequence_clip": Worked((-2 * S, -2 * S, 0.8), (-2 * S, -2 * S, 0.0), 1),
     "cispo": Worked((1.3 * 2, 0.9 * 4, -0.8), (-1.3 * 2, -0.9 * 2, 0.8), 0),
     "reinforce": Worked((2.0, 4.0, -1.0), (-2.0, -2.0, 1.0), 0),
