@@ -1,21 +1,70 @@
-"""``adapter_config.json`` of the library peft. Torch-free: the launcher checks it."""
+"""The files of the library peft: the fields of ``adapter_config.json``, and names and shapes of tensors. Torch-free."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import FAMILIES
-from realhf.arch.lora import lora_modules
+from realhf.arch.lora import LoraModule, b_name, lora_modules, own_specs
 from realhf.base.errors import damage_reported
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}  # where PEFT nests the adapters of the experts' parameters
 SUPPORTED = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "lora_bias": False,
     "use_qalora": False, "layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None,
     "use_bdlora": None, "alora_invocation_tokens": None,
 }  # fmt: skip
 """Fields of which only this value is supported (None, also 0 and an empty one)."""
+
+
+def adapter_key(module: LoraModule) -> str:
+    """Return the start of the names of a module's tensors, which end with ``.lora_A.weight`` and ``.lora_B.weight``."""
+    if not module.is_of_experts:
+        return PREFIX + module.path
+    parent, _, name = module.path.rpartition(".")
+    return PREFIX + parent + EXPERTS[name]
+
+
+def head_key(config: ModelConfig) -> str:
+    """Return the name of a scalar head, which is saved whole."""
+    return PREFIX + FAMILIES[config.family].hf_tensors(config)["head.weight"][0].name
+
+
+def _shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """Return the shapes of all tensors; empty for those of experts, whose rank may be smaller than ours."""
+    own = {spec.name: spec.shape for spec in own_specs(config)}
+    shapes: dict[str, list[int]] = {head_key(config): list(own["head.weight"])} if config.head == "scalar" else {}
+    for module in lora_modules(config):
+        a, b = list(own[module.a]), [sum(own[b_name(weight)][0] for weight in module.weights), own[module.a][0]]
+        pairs = zip("AB", ([], []) if module.is_of_experts else (a, b), strict=True)
+        shapes |= {f"{adapter_key(module)}.lora_{half}.weight": shape for half, shape in pairs}
+    return shapes
+
+
+def check_adapter(folder: Path, config: ModelConfig) -> None:
+    """Raise ValueError unless a PEFT folder has the adapters of a model: kinds, ranks, names and shapes of tensors."""
+    check_adapter_config(folder, config)
+    expected = _shapes(config)
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file:
+            names = file.keys()
+            found = {name: list(file.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"'{folder}': {ADAPTER_WEIGHTS} is missing or damaged ({error})") from error
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(f"'{folder}' lacks {len(missing)} tensors of the model's adapters: {missing[0]}, ...; "
+                         "see lora.targets")  # fmt: skip
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"'{folder}' has {len(unknown)} tensors without a module of the model: {unknown[0]}, ...; "
+                         "see lora.targets")  # fmt: skip
+    for name, shape in expected.items():
+        if shape and found[name] != shape:
+            raise ValueError(f"'{folder}': tensor '{name}' has shape {found[name]}, the model needs {shape}")
 
 
 def adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:

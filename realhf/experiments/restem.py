@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig
+from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, LoraOptions, ModelSpec, RewardConfig
 from realhf.api.config.option import COUNT, COUNT_OR_ALL, DATA, FINITE, opt
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
@@ -81,7 +81,9 @@ class RestEMExperiment(MultiStageExperiment):
 
     def sample(self, name: str, policy: str, data: DatasetConfig, sampling: GenerationConfig, seed: int) -> Stage:
         """Return the stage that samples ``sampling.n`` responses per prompt, in the order of the file."""
-        config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=sampling,
+        is_initial = policy == self.model.path
+        model = self.model if is_initial else replace(self.model, path=policy, lora=LoraOptions())  # saved merged
+        config = self.inherit(GenerationExperiment, model=model, sampling=sampling,
                               judge=True, reward=self.reward, dataset=replace(data, shuffle=False), seed=seed % 2**63,
                               n_logged_generations=-1, exp_ctrl=self.control(1))  # fmt: skip
         return Stage(name, "gen", config)
@@ -89,7 +91,8 @@ class RestEMExperiment(MultiStageExperiment):
     def fit(self, name: str, data: Path, n_kept: int) -> Stage:
         batch = min(self.fit_batch, n_kept)
         rows = replace(self.dataset, path=str(data), columns={}, train_bs_n_seqs=batch, prompt_template="{prompt}")
-        config = self.inherit(SFTExperiment, model=self.model, dataset=rows, save_roles=[],
+        model = replace(self.model, lora=replace(self.model.lora, merge_on_save=True))
+        config = self.inherit(SFTExperiment, model=model, dataset=rows, save_roles=[],
                               exp_ctrl=self.control(self.epochs))  # fmt: skip
         return Stage(name, "sft", config)
 

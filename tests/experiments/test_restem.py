@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.config import DatasetConfig, ModelSpec
+from realhf.api.config import DatasetConfig, LoraOptions, ModelSpec
 from realhf.base.errors import RunFailed
 from realhf.experiments.restem import (
     Choice,
@@ -75,6 +75,15 @@ def test_rounds_fit_the_initial_model_and_sample_from_the_last(tmp_path: Path) -
     )
     assert [json.loads(line) for line in Path(kept).read_text().splitlines()][0] == {"prompt": "p0", "answer": "a"}
     assert len(list(read_generations(tmp_path / "round1-sample"))) == 15
+
+
+def test_adapters_are_merged_between_rounds(tmp_path: Path) -> None:
+    experiment = RestEMExperiment(model=ModelSpec(path="initial", lora=LoraOptions(rank=4)), dataset=DatasetConfig("x"))
+    data = experiment.dataset, experiment.sampling, 1
+    models = [stage.config.model for stage in (experiment.sample("first", "initial", *data),
+                                               experiment.fit("fit", tmp_path, 4),
+                                               experiment.sample("later", "fitted", *data))]  # fmt: skip
+    assert [model.lora.rank for model in models] == [4, 4, 0] and models[1].lora.merge_on_save
 
 
 def test_no_selected_responses(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from realhf.api.model_config import Lora
 from realhf.api.param_box import whole
 from realhf.arch.hf_config import read_hf_config
 from realhf.arch.lora import base_specs, lora_modules, own_specs
+from realhf.arch.peft_config import check_adapter
+from realhf.base.errors import UserError
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.low_rank import stacked
@@ -100,8 +103,6 @@ def test_gradients_equal_peft(name: str, tmp_path: Path) -> None:
 
 def gradients_as_files(model: Transformer, folder: Path) -> dict[str, torch.Tensor]:
     """Return the gradients by peft's names: saving is linear."""
-    from safetensors.torch import load_file
-
     save_peft(folder / "gradient", model.config, model.params.grad_view, "base", None)
     return load_file(folder / "gradient" / "adapter_model.safetensors")
 
@@ -216,6 +217,34 @@ def test_other_adapters_are_refused(edit: dict, problem: str, tmp_path: Path) ->
     file.write_text(json.dumps({**json.loads(file.read_text()), **edit}))
     with pytest.raises(ValueError, match=problem):
         load_peft(tmp_path / "adapter", ours.config, ours.params)
+
+
+def test_damaged_and_foreign_adapters_are_refused(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path)
+    ours, folder = with_adapters(tmp_path), tmp_path / "adapter"
+    save_peft(folder, ours.config, ours.params.view, "base", None)
+    file = folder / "adapter_model.safetensors"
+    whole_file, tensors = file.read_bytes(), load_file(file)
+    first = min(tensors)
+    edits = {
+        "has shape": {**tensors, first: tensors[first][:, 1:].contiguous()},
+        "lacks 1 tensors": {name: tensor for name, tensor in tensors.items() if name != first},
+        "has 1 tensors without a module": {**tensors, "base_model.model.x.lora_A.weight": torch.zeros(1)},
+    }
+    for problem, edited in edits.items():
+        save_file(edited, file)
+        with pytest.raises(ValueError, match=problem):
+            check_adapter(folder, ours.config)
+    for damaged in (b"", whole_file[:3000], b"x" * 100):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is missing or damaged"):
+            check_adapter(folder, ours.config)
+    file.unlink()
+    with pytest.raises(ValueError, match="is missing or damaged"):
+        check_adapter(folder, ours.config)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(UserError, match="adapter_config.json"):
+        check_adapter(folder, ours.config)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4), st.integers(1, 3), st.booleans())

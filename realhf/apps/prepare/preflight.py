@@ -23,7 +23,7 @@ from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.publish import push_problems
-from realhf.arch.peft_config import ADAPTER_CONFIG, check_adapter_config
+from realhf.arch.peft_config import ADAPTER_CONFIG, check_adapter
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
@@ -323,7 +323,7 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
     if options.lora.init_from and not options.lora.rank:
         raise UserError(f"{role}.lora.init_from needs {role}.lora.rank and {role}.lora.alpha of its adapters")
     if options.lora.init_from and config.lora and config.lora.rank:
-        check_adapter_config(Path(options.lora.init_from), config)
+        check_adapter(Path(options.lora.init_from), config)
     return config
 
 

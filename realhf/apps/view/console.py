@@ -143,12 +143,18 @@ class Console:
 
     def _usage(self, role: str, path: str) -> str:
         """Return how to use a trained model; empty for a critic, which is of no use without its actor."""
-        spec = self.run.roles[role].spec
-        if spec.lora.rank and not spec.lora.merge_on_save and not self.run.roles[role].scalar_head:
-            return f"vllm serve {spec.path} --enable-lora --lora-modules {role}={path}, or in peft PeftModel"
-        if not self.run.roles[role].scalar_head:
-            return f"vllm serve {path}, or in transformers AutoModelForCausalLM.from_pretrained({path!r})"
-        return f"realhf quickstart ppo rew.path={path} ..." if role == "model" else ""
+        spec, is_scalar = self.run.roles[role].spec, self.run.roles[role].scalar_head
+        if is_scalar and role != "model":
+            return ""
+        if spec.lora.rank and not spec.lora.merge_on_save:
+            if is_scalar:
+                options = f"rew.lora.rank={spec.lora.rank} rew.lora.alpha={spec.lora.alpha:g}"
+                return f"realhf quickstart ppo rew.path={spec.path} rew.lora.init_from={path} {options} ..."
+            served = f"vllm serve {spec.path} --enable-lora --lora-modules {role}={path}"
+            return f"{served}, or in peft PeftModel.from_pretrained(model, {path!r})"
+        if is_scalar:
+            return f"realhf quickstart ppo rew.path={path} ..."
+        return f"vllm serve {path}, or in transformers AutoModelForCausalLM.from_pretrained({path!r})"
 
     def close(self) -> None:
         if self.progress is not None:
