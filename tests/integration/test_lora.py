@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import TIMEOUT_S, Task
 from tests.integration.conftest import Run, same_curve, start
 from tests.integration.kills import check_kill
+from tests.integration.test_resume import kill, resume
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -77,6 +78,15 @@ def test_kills_do_not_change_the_result(words: list[str], realhf: Callable[..., 
         check_kill(whole, tmp_path / whom, options, step, whom, "ppo-math")
     largest = max(file.stat().st_size for file in (whole.root / "checkpoints").glob("*/actor.*.safetensors"))
     assert largest < sum(tensor.nbytes for tensor in load_file(base_of(words) / "model.safetensors").values())
+
+
+def test_a_run_resumes_in_other_layouts(runs: Runs, words: list[str], tmp_path: Path) -> None:
+    """Its checkpoints have adapters only; the base is loaded for the new layout."""
+    started = start("ppo-math", tmp_path, [*words, "exp_ctrl.ckpt_freq_steps=1", "n_gpus_per_node=2"])
+    started.wait_for_checkpoint()
+    kill(started, 1, "master")
+    found = resume(started.root, "allocation_mode=actor_train:t2,critic_train:p2,*:d2")
+    assert found.code == 0 and same_curve(runs["d1"], found) == [], found.output
 
 
 def base_of(words: list[str]) -> Path:
