@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, ModelSpec
 from realhf.api.config.choices import Backend, Device
@@ -31,7 +32,7 @@ def vllm_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gener
     return problems
 
 
-def resolve_dtypes(options: object, bf16: bool) -> None:
+def resolve_dtypes(options: Any, bf16: bool) -> None:
     """Set ``bf16`` in place for every model that has none, so that the stored config states the precision."""
     if isinstance(options, ModelSpec):
         if options.bf16 is None and (options.path or options.config):
