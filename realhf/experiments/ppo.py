@@ -162,9 +162,8 @@ class PPOExperiment(Experiment):
             return roles
         critic, actor = self.critic, self.actor
         if not has_model(critic):
-            bf16 = actor.bf16 if critic.bf16 is None else critic.bf16
             critic = replace(critic, path=actor.path, config=actor.config, init_from_scratch=actor.init_from_scratch,
-                             bf16=bf16, init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
+                             init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
         return {**roles, "critic": RoleSpec(critic, scalar_head=True)}
 
     def sampling_options(self) -> GenerationConfig | None:

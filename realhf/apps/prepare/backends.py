@@ -38,9 +38,10 @@ def resolve_dtypes(options: Any, bf16: bool) -> None:
         if options.bf16 is None and (options.path or options.config):
             options.bf16 = bf16
     elif is_dataclass(options):
-        ensemble, rew = (getattr(options, name, None) for name in ("ensemble", "rew"))
-        if ensemble is not None and rew is not None and ensemble.members and rew.bf16 is None:  # it has no path
-            rew.bf16 = bf16
+        ensemble, rew, critic = (getattr(options, name, None) for name in ("ensemble", "rew", "critic"))
+        for model in (critic, rew if ensemble is not None and ensemble.members else None):
+            if model is not None and model.bf16 is None:  # it has the path of the actor, or those of the members
+                model.bf16 = bf16
         for field in fields(options):
             resolve_dtypes(getattr(options, field.name), bf16)
     elif isinstance(options, list):

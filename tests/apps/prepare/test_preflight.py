@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec
-from realhf.api.config.preference import EnsembleConfig
 from realhf.api.graph import MFC, Graph
 from realhf.apps.prepare.backends import resolve_dtypes
 from realhf.apps.prepare.preflight import preflight
@@ -389,15 +388,3 @@ def test_unset_dtypes_are_resolved_once(ppo: PPOMathExperiment, paths: RunDir) -
     other = PPOMathExperiment(actor=ModelSpec(path="m"), critic=ModelSpec(config="c", bf16=False))
     resolve_dtypes(other, bf16=True)
     assert (other.actor.bf16, other.critic.bf16, other.ref.bf16) == (True, False, None)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_every_role_has_a_dtype(bf16: bool) -> None:
-    """Also a critic that starts as its actor, and the members of an ensemble, which have no options of their own."""
-    for experiment in (
-        PPOMathExperiment(actor=ModelSpec(path="m")),
-        PPOExperiment(actor=ModelSpec(path="m"), rew=ModelSpec(path="r")),
-        PPOExperiment(actor=ModelSpec(path="m"), ensemble=EnsembleConfig(members=["a", "b"])),
-    ):
-        resolve_dtypes(experiment, bf16)
-        assert {spec.spec.bf16 for spec in experiment.roles().values()} == {bf16}
