@@ -49,8 +49,13 @@ class LowRank:
         return y + grouped_linear(inner, self.b.to(x.dtype), order) * self.scaling
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return ``weight`` ``[out, in]`` with the adapter, in its type."""
-        return (weight.float() + self.scaling * (self.b.float() @ self.a.float())).to(weight.dtype)
+        """Return ``weight`` ``[out, in]`` with the adapter."""
+        return merged(weight, self.a, self.b, self.scaling)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return ``weight + scaling * b @ a``, computed in float32, in the type of ``weight``."""
+    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank | None) -> Tensor:

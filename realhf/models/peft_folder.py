@@ -30,6 +30,7 @@ from realhf.arch.peft_config import (
 )
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import StoredSlices, replaced_folder, stored_slices
+from realhf.models.low_rank import merged
 
 
 def save_peft(
@@ -124,4 +125,4 @@ def merged_parameter(config: ModelConfig, read: Callable[[str], Tensor], name: s
     a, b = read(module.a), read(b_name(name))
     if weight.dim() == 4:  # gate and up of every expert
         a = a[:, None]
-    return (weight.float() + config.lora.scaling * (b.float() @ a.float())).to(weight.dtype)
+    return merged(weight, a, b, config.lora.scaling)
