@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
 from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.distillation import DistillConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import (
@@ -87,6 +88,8 @@ class PPOConfig:
     max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
     overlong_buffer: int = opt(0, "tokens before max_new_tokens over which the length penalty grows", NATURAL)
     overlong_penalty: float = opt(1.0, "penalty of a response of max_new_tokens (overlong_buffer)", NON_NEGATIVE)
+    entropy_coef: float = opt(0.0, "weight of the entropy in the loss: positive for an entropy bonus", FINITE)
+    distill: DistillConfig = opt(DistillConfig, "distillation from a teacher (teacher.path, or distill.prompt)")
     prm: PRMRewardConfig = opt(PRMRewardConfig, "step rewards of the process reward model (prm)")
     value_eps_clip: float = opt(0.2, "clip range of the values around the old values", CAP)
     value_loss_type: ValueLossType = opt(ValueLossType.mse, "value loss: mse or huber")

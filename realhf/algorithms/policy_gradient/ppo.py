@@ -8,9 +8,11 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
 from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.distribution_terms import loss_keys, with_distribution_terms
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
+from realhf.algorithms.policy_gradient.teacher import teacher_rewards, uses_column
 from realhf.algorithms.stats import add_stats, mean_of
 from realhf.api.config import GenerationConfig, KLPlace, LossAggregation
 from realhf.api.messages import State, Stats
@@ -83,8 +85,8 @@ class PPOActor:
     """Samples responses, computes reference log-probs, and trains the policy.
 
     Columns of training: ``tokens prompt_mask logprobs`` per token, with a reference ``ref_logprobs``, with a critic
-    ``values``, with recompute_logprobs ``prox_logprobs``; ``truncated rewards minibatch`` per row; and the columns of
-    the advantage estimator. Its state is ``kl_coef``.
+    ``values``, with recompute_logprobs ``prox_logprobs``, with a teacher its column; ``truncated rewards minibatch``
+    per row; and the columns of the advantage estimator. Its state is ``kl_coef``.
     """
 
     config_type = PPOConfig
@@ -119,11 +121,15 @@ class PPOActor:
         config, rows = self.config, PackedRows(signals.loss_mask, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
         ready = batch.only(("tokens",)).with_tokenwise("logprobs", signals.logprobs)
-        ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, signals))
+        advantages = self.normalised_advantages(engine, batch, signals)
+        if uses_column(config, batch, ("reverse_kl",)):
+            advantages = advantages + teacher_rewards(signals.logprobs, batch, signals.loss_mask, config.distill)
+        ready = ready.with_tokenwise("advantages", advantages)
         ready = ready.with_tokenwise("loss_mask", signals.loss_mask.byte())
         ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_aggregation, length))
         if signals.is_weights is not None:
             ready = ready.with_tokenwise("is_weights", signals.is_weights)
+        ready = ready.with_columns(**{key: batch.columns[key] for key in loss_keys(config, batch)})
         if config.kl_in is not KLPlace.loss:
             return ready
         aggregation = config.kl_loss_aggregation or config.loss_aggregation
@@ -153,7 +159,9 @@ class PPOActor:
         return signals.advantages.masked_fill(~signals.loss_mask, 0.0)
 
     def loss(self, outputs: Outputs, batch: SequenceBatch, kl_coef: float) -> Loss:
-        return actor_loss(outputs.logprobs(self.temperature), batch, self.config, kl_coef)
+        logprobs = outputs.logprobs(self.temperature)
+        loss = actor_loss(logprobs, batch, self.config, kl_coef)
+        return with_distribution_terms(loss, logprobs, outputs, batch, self.config, self.temperature)
 
 
 class PPOCritic:

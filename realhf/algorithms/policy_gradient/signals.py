@@ -12,6 +12,7 @@ from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.kl import kl_terms
 from realhf.algorithms.policy_gradient.ppo_formulas import outcome_rewards, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
+from realhf.algorithms.policy_gradient.teacher import TEACHER, reverse_kl, teacher_rewards, uses_column
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import KLEstimator, KLPlace
 from realhf.api.messages import Stats
@@ -52,6 +53,8 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
         rewards = with_turn_rewards(rewards, batch["turn_rewards"] * config.reward_output_scaling, rows)
     if "step_rewards" in batch.columns:
         rewards = rewards + shape_step_rewards(batch.columns["step_rewards"], config.prm, eta)
+    if uses_column(config, batch, ("reverse_kl_reward",)):
+        rewards = rewards + teacher_rewards(logprobs, batch, mask, config.distill)
     values = torch.zeros_like(kl) if config.disable_value else batch["values"]
     row_of_token = per_token(torch.arange(len(lengths), device=kl.device), lengths)
     trained = PackedRows(mask & ~per_token(truncated, lengths) if config.mask_too_long else mask, lengths)
@@ -109,6 +112,8 @@ def signal_stats(signals: TrainingSignals, batch: SequenceBatch, config: PPOConf
         terms = reference_kl(estimator, signals.logprobs, batch, mask)
         stats[f"kl_{estimator.value}"] = mean_of(terms, mask)
         stats[f"kl_{estimator.value}_per_response"] = (float(terms.double().sum()), n_rows)
+    if TEACHER in batch.columns:
+        stats["teacher_kl"] = mean_of(reverse_kl(signals.logprobs, batch, mask), mask)
     if signals.is_weights is not None:
         stats["is_weight"] = mean_of(signals.is_weights, mask)
         stats["is_rejected"] = mean_of((~signals.loss_mask).float(), mask)

@@ -29,7 +29,7 @@ from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
-from realhf.data.tokenizer import load_tokenizer
+from realhf.data.tokenizer import load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
@@ -217,7 +217,10 @@ def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[E
     if tokenizer_dir(roles) not in broken:
         tokenizer = findings.attempt(lambda: check_tokenizer(roles, models))
         if tokenizer is not None:
-            return findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
+            rows = findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
+            if rows is not None and len(fields := rows[0][0].fields):
+                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()))
+            return rows
     findings.attempt(lambda: read_rows(experiment.dataset, experiment.task))
     return None
 
@@ -362,7 +365,7 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTo
     reference = folder / "tokenizer.json"
     for role, spec in roles.items():
         own = Path(spec.spec.tokenizer or spec.spec.path or folder) / "tokenizer.json"
-        if own.is_file() and reference.is_file() and own.read_bytes() != reference.read_bytes():
+        if own.is_file() and reference.is_file() and not same_tokens(own, reference):
             problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must share one tokenizer")
     if problems:
         raise UserError(problems)
