@@ -5,7 +5,6 @@ from functools import partial
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import KLPlace, opt
-from realhf.experiments.options.checks import unmet
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
@@ -18,7 +17,6 @@ class DistillExperiment(PPOMathExperiment):
                                  kl_ctl=0.0, reward_output_scaling=0.0, ppo_n_minibatches=1),
                          "the algorithm")  # fmt: skip
 
-    def problems(self) -> list[str]:
-        return super().problems() + unmet([
-            (self.has_teacher, "distill needs a teacher: set teacher.path, or ppo.distill.prompt to learn from itself"),
-        ])  # fmt: skip
+    @property
+    def teacher_role(self) -> str:  # type: ignore[override]
+        return super().teacher_role or "teacher"

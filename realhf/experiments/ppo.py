@@ -98,8 +98,9 @@ class PPOExperiment(Experiment):
         return self.ppo.kl_in is not KLPlace.none
 
     @property
-    def has_teacher(self) -> bool:
-        return has_model(self.teacher) or bool(self.ppo.distill.prompt)
+    def teacher_role(self) -> str | None:
+        """The role of the teacher: with a prompt of its own and no model, the actor."""
+        return "teacher" if has_model(self.teacher) else "actor" if self.ppo.distill.prompt else None
 
     def graph(self) -> Graph:
         ppo, batch = self.ppo, self._batch
@@ -119,9 +120,8 @@ class PPOExperiment(Experiment):
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if ppo.recompute_logprobs:
             mfcs.append(MFC("actor_inf", "actor", Kind.INFERENCE, actor, rows, ("prox_logprobs",), batch))
-        if self.has_teacher:
-            role = "teacher" if has_model(self.teacher) else "actor"
-            mfcs.append(teacher_call(role, ppo, rows, batch))
+        if self.teacher_role:
+            mfcs.append(teacher_call(self.teacher_role, ppo, rows, batch))
         if not ppo.disable_value:
             mfcs.append(MFC("critic_inf", "critic", Kind.INFERENCE, critic, rows, ("values",), batch))
         mfcs += self.more_mfcs()
@@ -173,7 +173,7 @@ class PPOExperiment(Experiment):
         if self.has_reference:
             roles["ref"] = reference_role(self.ref, self.actor)
         roles |= self.reward_roles()
-        if has_model(self.teacher):
+        if self.teacher_role == "teacher":
             roles["teacher"] = RoleSpec(self.teacher)
         if has_model(self.prm):
             roles["prm"] = RoleSpec(self.prm, scalar_head=True)

@@ -8,6 +8,7 @@ from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
 from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.distillation import DistillConfig
+from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import (
@@ -29,13 +30,18 @@ if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 
     class Importance(Enum): ...
 
+    class LengthPenalty(Enum): ...
+
     PolicyLossOptions = Any
     AdvantageOptions = Any
     CorrectionOptions = Any
+    LengthPenaltyOptions = Any
 else:
     PolicyLoss = Enum("PolicyLoss", {name: name for name in POLICY_LOSSES})
     Advantage = Enum("Advantage", {name: name for name in ADVANTAGES})
     Importance = Enum("Importance", {name: name for name in CORRECTIONS})
+    LengthPenalty = Enum("LengthPenalty", {name: name for name in LENGTH_PENALTIES})
+    LengthPenaltyOptions = options_class("LengthPenaltyOptions", LENGTH_PENALTIES)
     PolicyLossOptions = options_class("PolicyLossOptions", POLICY_LOSSES)
     AdvantageOptions = options_class("AdvantageOptions", ADVANTAGES)
     CorrectionOptions = options_class("CorrectionOptions", CORRECTIONS)
@@ -72,6 +78,10 @@ class PPOConfig:
     adaptive_kl_horizon: float = opt(10000.0, "horizon of the adaptive KL controller in responses", POSITIVE)
     discount: float = opt(1.0, "discount factor gamma of GAE", FRACTION)
     gae_lambda: float = opt(1.0, "lambda of GAE", FRACTION)
+    critic_gae_lambda: float | None = opt(None, "lambda of the critic's targets (default: gae_lambda)", FRACTION)
+    gae_lambda_alpha: float | None = opt(None, "lambda of the actor is 1 - 1 / (this * response length), as in VAPO",
+                                         POSITIVE)  # fmt: skip
+    value_pretrain_steps: int = opt(0, "number of first steps in which only the critic is trained (VC-PPO)", NATURAL)
     eps_clip: float = opt(0.2, "clip range of the policy ratio", CAP)
     eps_clip_high: float | None = opt(None, "upper clip range of the policy ratio (default: eps_clip)", CAP)
     policy_loss: PolicyLoss = opt(PolicyLoss["clip"], help_text(POLICY_LOSSES))
@@ -86,6 +96,8 @@ class PPOConfig:
     corrections: CorrectionOptions = opt(CorrectionOptions, "options of single corrections")
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
     max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
+    length_penalty: LengthPenalty = opt(LengthPenalty["none"], help_text(LENGTH_PENALTIES))
+    length_penalties: LengthPenaltyOptions = opt(LengthPenaltyOptions, "options of single length penalties")
     overlong_buffer: int = opt(0, "tokens before max_new_tokens over which the length penalty grows", NATURAL)
     overlong_penalty: float = opt(1.0, "penalty of a response of max_new_tokens (overlong_buffer)", NON_NEGATIVE)
     entropy_coef: float = opt(0.0, "weight of the entropy in the loss: positive for an entropy bonus", FINITE)

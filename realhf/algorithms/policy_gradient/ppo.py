@@ -8,6 +8,7 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
 from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.covariances import select_tokens
 from realhf.algorithms.policy_gradient.distribution_terms import loss_keys, with_distribution_terms
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
@@ -110,10 +111,12 @@ class PPOActor:
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
         signals = compute_signals(engine, batch, config, kl_coef)
-        ready = self.loss_columns(engine, batch, signals)
         next_coef = updated_kl_coefficient(engine, signals, kl_coef, config)
-        parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
-        stats = train_minibatches(engine, parts, partial(self.loss, kl_coef=kl_coef), self.limits, self.count)
+        stats: Stats = {"entropy": mean_of(-signals.logprobs, signals.loss_mask)}
+        if engine.version >= config.value_pretrain_steps:
+            ready = self.loss_columns(engine, batch, signals)
+            parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
+            stats |= train_minibatches(engine, parts, partial(self.loss, kl_coef=kl_coef), self.limits, self.count)
         return {**stats, **signal_stats(signals, batch, config, kl_coef)}, {**state, "kl_coef": next_coef}
 
     def loss_columns(self, engine: Engine, batch: SequenceBatch, signals: TrainingSignals) -> SequenceBatch:
@@ -125,6 +128,9 @@ class PPOActor:
         if uses_column(config, batch, ("reverse_kl",)):
             advantages = advantages + teacher_rewards(signals.logprobs, batch, signals.loss_mask, config.distill)
         ready = ready.with_tokenwise("advantages", advantages)
+        selected = select_tokens(engine, batch, signals.logprobs, advantages, signals.loss_mask, config)
+        if selected is not None:
+            ready = ready.with_tokenwise("is_selected", selected.byte())
         ready = ready.with_tokenwise("loss_mask", signals.loss_mask.byte())
         ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_aggregation, length))
         if signals.is_weights is not None:
@@ -185,7 +191,7 @@ class PPOCritic:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
-        signals = compute_signals(engine, batch, config, kl_coef)
+        signals = compute_signals(engine, batch, config, kl_coef, for_critic=True)
         next_state = {**state, "kl_coef": updated_kl_coefficient(engine, signals, kl_coef, config)}
         targets, old_values, mask = to_states(signals.returns), signals.values, to_states(signals.loss_mask.byte())
         if config.value_norm:
