@@ -46,6 +46,8 @@ def filled_template(template: str, fields: Mapping[str, Any]) -> tuple[str, str]
         return before.format(**fields), after.format(**fields)
     except (LookupError, AttributeError) as error:
         raise ValueError(f"ppo.distill.prompt: no {error} in a row with the fields {', '.join(fields)}") from error
+    except ValueError as error:
+        raise ValueError(f"ppo.distill.prompt={template!r}: {error}") from error
 
 
 def template_problems(template: str, fields: Mapping[str, Any]) -> list[str]:
