@@ -31,7 +31,8 @@ def study(folder: Path, model: Path, wrong: str, method: str, seed: int) -> dict
     """Return the accuracy after the last step and means over the steps."""
     name = f"{'-'.join(wrong.split())}-{method}-{seed}".replace("%", "").replace("+", "more")
     task = task_options(folder, HIDDEN, model, PROMPTS, STEPS, STEPS)
-    root = run(folder, name, f"{HERE}/mismatch.py:WrongGRPO", *task, *OPTIONS, *WRONG[wrong], f"ppo.importance={method}", f"seed={seed}")  # fmt: skip
+    options = (*task, *OPTIONS, *WRONG[wrong], f"ppo.importance={method}", f"seed={seed}")
+    root = run(folder, name, f"{HERE}/mismatch.py:WrongGRPO", *options)
     lines = [line for line in metrics(root) if "actor_train/logprob_diff" in line]
     means = {key: sum(line[f"actor_train/{key}"] for line in lines) / len(lines)
              for key in ("logprob_diff", "is_weight", "is_rejected")}  # fmt: skip
