@@ -32,8 +32,9 @@ OPTIMIZER = ("actor.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=linea
 
 
 def teacher_accuracy(folder: Path, teacher: Path) -> float:
-    root = run(folder, "teacher-valid", "gen", f"model.path={teacher}", "judge=True", "dataset.train_bs_n_seqs=100",
-               f"dataset.path={folder}/task{HIDDEN}/valid.jsonl", "sampling.n=4", "sampling.max_new_tokens=32")  # fmt: skip
+    data = f"dataset.path={folder}/task{HIDDEN}/valid.jsonl"
+    root = run(folder, "teacher-valid", "gen", f"model.path={teacher}", data, "dataset.train_bs_n_seqs=100",
+               "judge=True", "sampling.n=4", "sampling.max_new_tokens=32")  # fmt: skip
     return mean(line["rew_inf/accuracy"] for line in metrics(root))
 
 
