@@ -41,6 +41,8 @@ TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "va
                  *TEACHER_KEYS)  # fmt: skip
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
 
+AVERAGE = "actor_ema"
+
 
 @dataclass
 class PPOExperiment(Experiment):
@@ -129,7 +131,7 @@ class PPOExperiment(Experiment):
         if not ppo.disable_value:
             mfcs.append(MFC("critic_train", "critic", Kind.TRAIN, critic, inputs, (), batch, ppo.ppo_n_minibatches))
         mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, inputs, (), batch, ppo.ppo_n_minibatches))
-        averages = {"ref": ppo.ref_ema_eta, "teacher": ppo.distill.ema_eta}
+        averages = {"ref": ppo.ref_ema_eta, "teacher": ppo.distill.ema_eta, AVERAGE: ppo.actor_ema_eta}
         syncs = tuple(Sync("actor_train", "actor", role, eta) for role, eta in averages.items() if eta is not None)
         frozen = {"ref", "teacher", "prm", *self.reward_roles()}
         offloaded = tuple(role for role, model in self.roles().items() if role in frozen and model.spec.offload)
@@ -143,10 +145,11 @@ class PPOExperiment(Experiment):
         return MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), outputs, self._batch)
 
     def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
+        role = "actor" if self.ppo.actor_ema_eta is None else AVERAGE
         if self.env.cls:
             env = replace(self.env, partial_tokens=None)
-            return episode_call("eval_gen", "actor", env, sampling, sampling.n, self._batch)
-        return sampling_call("eval_gen", "actor", sampling, self._batch)
+            return episode_call("eval_gen", role, env, sampling, sampling.n, self._batch)
+        return sampling_call("eval_gen", role, sampling, self._batch)
 
     def more_mfcs(self) -> list[MFC]:
         """Return the calls that an algorithm adds between rewards and training."""
@@ -170,6 +173,8 @@ class PPOExperiment(Experiment):
 
     def roles(self) -> dict[str, RoleSpec]:
         roles = {"actor": RoleSpec(self.actor)}
+        if self.ppo.actor_ema_eta is not None:
+            roles[AVERAGE] = RoleSpec(replace(self.actor, gradient_checkpointing=False), starts_as="actor")
         if self.has_reference:
             roles["ref"] = reference_role(self.ref, self.actor)
         roles |= self.reward_roles()

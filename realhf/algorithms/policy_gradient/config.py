@@ -118,6 +118,8 @@ class PPOConfig:
     value_norm_beta: float = opt(0.99995, "decay of value_norm_type=exp", DECAY)
     value_norm_eps: float = opt(1e-5, "epsilon of value normalization", POSITIVE)
     ref_ema_eta: float | None = opt(None, "EMA update of the reference: eta * actor + (1 - eta) * ref", FRACTION)
+    actor_ema_eta: float | None = opt(None, "Polyak average that is evaluated and saved: eta * actor + (1 - eta) * "
+                                            "average after each step", FRACTION)  # fmt: skip
     disable_value: bool = opt(False, "train without a critic: advantages from returns only")
     mask_no_eos_with_zero: bool = opt(False, "score truncated responses with 0")
     mask_too_long: bool = opt(False, "exclude truncated responses from training")

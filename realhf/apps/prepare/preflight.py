@@ -198,13 +198,13 @@ def _graph(experiment: Experiment, findings: Findings) -> Graph | None:
     graph, task = None, experiment.task
     try:
         graph = experiment.graph()
-        mfcs, evaluation = graph.mfcs, graph.evaluation
+        mfcs, evaluation, averages = graph.mfcs, graph.evaluation, [sync.target for sync in graph.syncs]
     except GraphError as error:
-        mfcs, evaluation = error.mfcs, ()
+        mfcs, evaluation, averages = error.mfcs, (), []
         findings.infeasible += error.problems
     for calls in (mfcs, evaluation):
         findings.infeasible += key_problems(calls, DATASET_KEYS[task], f"{task.value} data")
-    findings.infeasible += model_problems(mfcs, experiment.roles())
+    findings.infeasible += model_problems(mfcs, experiment.roles(), averages)
     options = experiment.placements() if graph else {}
     findings.infeasible += [f"MFC {m.name}: placements() has no options for it{did_you_mean(m.name, options)}"
                             for m in mfcs if graph and m.name not in options]  # fmt: skip
@@ -272,7 +272,7 @@ def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
 
 
 def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
-    trained = [role for role in graph.roles if graph.trainer(role)]
+    trained = graph.results
     known = ", ".join(trained) or "none"
     return [f"save_roles: '{r}' is not trained (roles: {known})" for r in config.save_roles if r not in trained]
 
