@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from realhf.algorithms.distillation.options import PLACEHOLDER, template_problems
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
-from realhf.algorithms.policy_gradient.distillation import PLACEHOLDER, template_problems
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from realhf.algorithms.distillation.options import DistillConfig
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
-from realhf.algorithms.policy_gradient.distillation import DistillConfig
 from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import (
     Delta,

@@ -55,7 +55,7 @@ class TargetOptions:
 
 
 @dataclass
-class GroupOptions:
+class GroupLengthOptions:
     coef: float = opt(0.1, "weight relative to the reward", NON_NEGATIVE)
 
 
@@ -71,7 +71,7 @@ def target(x: LengthInputs, options: TargetOptions) -> Tensor:
     return -options.coef * (x.lengths - options.tokens).abs()
 
 
-def group_range(x: LengthInputs, options: GroupOptions) -> Tensor:
+def group_range(x: LengthInputs, options: GroupLengthOptions) -> Tensor:
     """Return from +coef / 2 for the shortest to -coef / 2 for the longest response; a wrong one has no bonus.
 
     A response is right if its reward is positive.
@@ -86,7 +86,7 @@ def group_range(x: LengthInputs, options: GroupOptions) -> Tensor:
     return x.of_groups(of_group)
 
 
-def group_sigmoid(x: LengthInputs, options: GroupOptions) -> Tensor:
+def group_sigmoid(x: LengthInputs, options: GroupLengthOptions) -> Tensor:
     """Return ``-coef * reward * sigmoid((length - mean) / std)`` of right responses, over those of the group."""
 
     def of_group(rewards: list[float], lengths: list[float]) -> list[float]:
@@ -109,7 +109,7 @@ LENGTH_PENALTIES: dict[str, Component[LengthInputs, Tensor]] = {
     "linear": Component(linear, "proportional to the length", LinearOptions),
     "target": Component(target, "distance from a target length (L1-exact, arXiv 2503.04697, eq. 1)", TargetOptions),
     "group_range": Component(group_range, "place between the shortest and the longest response (Kimi k1.5, arXiv "
-                             "2501.12599, sec. 2.3.3)", GroupOptions, check_group),
+                             "2501.12599, sec. 2.3.3)", GroupLengthOptions, check_group),
     "group_sigmoid": Component(group_sigmoid, "right responses, by deviations from the mean length of right ones "
-                               "(arXiv 2502.04463, eq. 2)", GroupOptions, check_group),
+                               "(arXiv 2502.04463, eq. 2)", GroupLengthOptions, check_group),
 }  # fmt: skip

@@ -6,21 +6,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
+from realhf.algorithms.distillation.teacher import teacher_rewards, uses_column
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.covariances import select_tokens
-from realhf.algorithms.policy_gradient.distribution_terms import loss_keys, with_distribution_terms
-from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
+from realhf.algorithms.policy_gradient.losses.actor_loss import actor_loss, denominator, token_weights
+from realhf.algorithms.policy_gradient.losses.covariances import select_tokens
+from realhf.algorithms.policy_gradient.losses.distribution_terms import loss_keys, with_distribution_terms
+from realhf.algorithms.policy_gradient.losses.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
-from realhf.algorithms.policy_gradient.teacher import teacher_rewards, uses_column
 from realhf.algorithms.stats import add_stats, mean_of
 from realhf.api.config import GenerationConfig, KLPlace, LossAggregation
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
-from realhf.ops.masked import group_normalise, masked_sums, normalise
-from realhf.ops.rows import PackedRows, per_token
+from realhf.ops.rows import PackedRows, group_normalise, masked_sums, normalise, per_token
 
 
 def train_minibatches(

@@ -5,22 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import mismatch_of
+from realhf.algorithms.distillation.teacher import TEACHER, reverse_kl, teacher_rewards, uses_column
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import LengthPenalty, PPOConfig
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
-from realhf.algorithms.policy_gradient.kl import kl_terms
 from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES, LengthInputs
+from realhf.algorithms.policy_gradient.losses.actor_loss import mismatch_of
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.kl import kl_terms
 from realhf.algorithms.policy_gradient.ppo_formulas import outcome_rewards, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
-from realhf.algorithms.policy_gradient.teacher import TEACHER, reverse_kl, teacher_rewards, uses_column
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import KLEstimator, KLPlace
 from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine
-from realhf.ops.masked import masked_sums
-from realhf.ops.rows import PackedRows, per_token
+from realhf.ops.rows import PackedRows, masked_sums, per_token
 
 
 @dataclass(frozen=True)

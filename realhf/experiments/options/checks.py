@@ -6,9 +6,9 @@ from math import inf
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
 from realhf.environments.loading import check_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS

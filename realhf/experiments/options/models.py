@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from realhf.algorithms.distillation.options import PLACEHOLDER, Distillation, DistillConfig
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.distillation import PLACEHOLDER, Distillation, DistillConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PolicyLossOptions, PPOConfig
-from realhf.algorithms.policy_gradient.covariances import covariances_of, kth_largest, select_tokens
-from realhf.algorithms.policy_gradient.policy_losses import ClipCovOptions, KLCovOptions
+from realhf.algorithms.policy_gradient.losses.covariances import covariances_of, kth_largest, select_tokens
+from realhf.algorithms.policy_gradient.losses.policy_losses import ClipCovOptions, KLCovOptions
 from tests.algorithms.conftest import TableEngine, rollouts
 from tests.scaling import examples
 

@@ -8,7 +8,7 @@ import torch
 from realhf.algorithms.policy_gradient.config import LengthPenalty, PPOConfig
 from realhf.algorithms.policy_gradient.length_penalties import (
     LENGTH_PENALTIES,
-    GroupOptions,
+    GroupLengthOptions,
     LengthInputs,
     LinearOptions,
     TargetOptions,
@@ -27,9 +27,9 @@ WORKED = {
     "none": (None, (0.0,) * 5),
     "linear": (LinearOptions(coef=0.5), (-0.1, -0.2, -0.3, -0.05, -0.15)),
     "target": (TargetOptions(tokens=12.0, coef=0.1), (-0.2, -0.8, -1.8, -0.7, -0.3)),
-    "group_range": (GroupOptions(coef=2.0), (1.0, 0.0, -1.0, 1.0, -1.0)),
+    "group_range": (GroupLengthOptions(coef=2.0), (1.0, 0.0, -1.0, 1.0, -1.0)),
     "group_sigmoid": (
-        GroupOptions(coef=0.5),
+        GroupLengthOptions(coef=0.5),
         (-0.5 * sigmoid(-1), 0.0, -0.5 * sigmoid(1), -1.0 * sigmoid(-1), -0.5 * sigmoid(1)),
     ),
 }
@@ -45,13 +45,13 @@ def test_worked_case(name: str) -> None:
 
 def test_a_wrong_response_has_no_bonus_for_its_shortness() -> None:
     inputs = LengthInputs(torch.tensor([-1.0, 1.0, 1.0]), torch.tensor([1.0, 5.0, 5.0]), [0, 0, 0], 50)
-    assert LENGTH_PENALTIES["group_range"].fn(inputs, GroupOptions(coef=1.0)).tolist() == [0.0, -0.5, -0.5]
+    assert LENGTH_PENALTIES["group_range"].fn(inputs, GroupLengthOptions(coef=1.0)).tolist() == [0.0, -0.5, -0.5]
 
 
 @pytest.mark.parametrize("name", ["group_range", "group_sigmoid"])
 def test_groups_of_one_or_of_equal_lengths(name: str) -> None:
     inputs = LengthInputs(torch.ones(3), torch.tensor([4.0, 6.0, 6.0]), [0, 1, 1], 50)
-    found = LENGTH_PENALTIES[name].fn(inputs, GroupOptions(coef=1.0)).tolist()
+    found = LENGTH_PENALTIES[name].fn(inputs, GroupLengthOptions(coef=1.0)).tolist()
     assert found == pytest.approx([0.0] * 3 if name == "group_range" else [-0.5] * 3)
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.actor_loss import actor_loss
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.policy_losses import (
+from realhf.algorithms.policy_gradient.losses.actor_loss import actor_loss
+from realhf.algorithms.policy_gradient.losses.policy_losses import (
     POLICY_LOSSES,
     ClipCovOptions,
     DualClipOptions,

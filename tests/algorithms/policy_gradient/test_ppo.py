@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from realhf.algorithms import build_interface
+from realhf.algorithms.distillation.options import Distillation, DistillConfig
+from realhf.algorithms.distillation.teacher import Teacher, TeacherConfig
 from realhf.algorithms.policy_gradient.config import LengthPenalty, PolicyLoss, PolicyLossOptions, PPOConfig
-from realhf.algorithms.policy_gradient.distillation import Distillation, DistillConfig
-from realhf.algorithms.policy_gradient.policy_losses import ClipCovOptions, KLCovOptions
+from realhf.algorithms.policy_gradient.losses.policy_losses import ClipCovOptions, KLCovOptions
 from realhf.algorithms.policy_gradient.ppo import PPOActor, PPOCritic
-from realhf.algorithms.policy_gradient.teacher import Teacher, TeacherConfig
 from realhf.api.batch_meta import RowId
 from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig

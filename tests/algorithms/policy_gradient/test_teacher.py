@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.distillation import Distillation, DistillConfig, template_problems
-from realhf.algorithms.policy_gradient.teacher import (
+from realhf.algorithms.distillation.options import Distillation, DistillConfig, template_problems
+from realhf.algorithms.distillation.teacher import (
     TEACHER,
     TEACHER_TOP,
     Teacher,
@@ -70,7 +70,7 @@ def test_results_are_those_of_the_response_in_the_teachers_row() -> None:
     for objective, key in ((Distillation.reverse_kl, TEACHER), (Distillation.forward_kl, TEACHER_TOP)):
         config = TeacherConfig(DistillConfig(objective, top_k=2, prompt="{prompt}"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("realhf.algorithms.policy_gradient.teacher.with_teacher_prompts", lambda *_: rows)
+            patch.setattr("realhf.algorithms.distillation.teacher.with_teacher_prompts", lambda *_: rows)
             teacher = Teacher(config, InterfaceContext(0, range(6), Path(".")))
             found, _ = teacher.inference(engine(), batch, {})
         first, second = found.columns[key].rows()

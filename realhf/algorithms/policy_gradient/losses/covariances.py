@@ -10,8 +10,7 @@ from torch import Tensor
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine
-from realhf.ops.masked import masked_sums
-from realhf.ops.rows import RowLayout, on_device
+from realhf.ops.rows import RowLayout, masked_sums, on_device
 from realhf.ops.sampling import uniform
 
 SEED = 0xC0F

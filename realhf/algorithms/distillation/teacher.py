@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.algorithms.distillation.options import Distillation, DistillConfig, filled_template
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.distillation import Distillation, DistillConfig, filled_template
-from realhf.algorithms.policy_gradient.kl import kl_terms
+from realhf.algorithms.policy_gradient.losses.kl import kl_terms
 from realhf.api.config import KLEstimator, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch

@@ -28,7 +28,7 @@ DISTILLATIONS = {
 
 @dataclass
 class DistillConfig:
-    """Distillation from a teacher (algorithms/policy_gradient/teacher.py)."""
+    """Distillation from a teacher (algorithms/distillation/teacher.py)."""
 
     objective: Distillation = opt(Distillation.reverse_kl, "; ".join(f"{k}: {v}" for k, v in DISTILLATIONS.items()))
     coef: float = opt(1.0, "weight of the teacher relative to other advantages, rewards or losses", NON_NEGATIVE)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.corrections import Mismatch
-from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from realhf.algorithms.policy_gradient.losses.corrections import Mismatch
+from realhf.algorithms.policy_gradient.losses.kl import LOG_RATIO_LIMIT, kl_terms
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from realhf.api.config import KLPlace, LossAggregation
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss

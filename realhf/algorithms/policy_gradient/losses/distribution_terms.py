@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from realhf.algorithms.distillation.options import Distillation
+from realhf.algorithms.distillation.teacher import TEACHER, TEACHER_TOP, forward_kl, split_top
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.distillation import Distillation
-from realhf.algorithms.policy_gradient.kl import kl_terms
-from realhf.algorithms.policy_gradient.teacher import TEACHER, TEACHER_TOP, forward_kl, split_top
+from realhf.algorithms.policy_gradient.losses.kl import kl_terms
 from realhf.algorithms.stats import Monitors
 from realhf.api.config import KLEstimator
 from realhf.data.batch import SequenceBatch
