@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.api.config import GenerationConfig
+from realhf.api.config import GenerationConfig, LoraOptions
 from realhf.api.param_box import box_numel
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import Group
+from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import Loss, Outputs
 from realhf.models.engine.decode.session import DecodeSession, broadcast_bytes
 from realhf.models.engine.native import NativeEngine
 from realhf.models.engine.vllm_weights import gather_bytes
@@ -52,6 +54,57 @@ def test_inference_and_training_equal_the_cpu(family: str, bf16: bool, folders: 
         assert gpu.params.grad is not None and cpu.params.grad is not None
         assert distance(gpu.params.grad, cpu.params.grad) < 5 * TOLERANCE[bf16]
         assert distance(gpu.params.data, cpu.params.data) < TOLERANCE[bf16]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adapters_equal_the_cpu(family: str, bf16: bool, folders: dict[str, Path]) -> None:
+    rows, prompts, lora = rows_of(LENGTHS, per_prompt=2), prompts_of(PROMPTS), LoraOptions(rank=3, alpha=6.0)
+    cpu = engine_on(folders[family], lora=lora)
+    for name in cpu.params.names:
+        if name.endswith(".lora_b"):
+            cpu.params.view(name).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    expected = logprobs(cpu, rows)
+    with fake_cuda():
+        gpu, there = on_device(folders[family], bf16, lora=lora, gradient_checkpointing=bf16), rows.to("cuda:0")
+        gpu.params.data.copy_(cpu.params.data)
+        assert distance(logprobs(gpu, there), expected) < TOLERANCE[bf16]
+        made = gpu.generate(prompts.to("cuda:0"), CONFIG, 2, 11).to("cpu")
+        gpu.train(there, nll, counted(rows))
+    sampled = made["prompt_mask"] == 0
+    assert distance(made["logprobs"][sampled], logprobs(cpu, made)[sampled]) < TOLERANCE[bf16]
+    cpu.train(rows, nll, counted(rows))
+    assert gpu.params.grad is not None and cpu.params.grad is not None
+    assert distance(gpu.params.grad, cpu.params.grad) < 5 * TOLERANCE[bf16]
+
+
+def heads(engine: NativeEngine, rows: SequenceBatch) -> Tensor:
+    """Return entropies, log-probabilities of three candidates and those of the three most probable tokens."""
+
+    def compute(outputs: Outputs, batch: SequenceBatch) -> Tensor:
+        ids = batch["tokens"][:, None] + torch.arange(3, device=batch["tokens"].device)
+        candidates, entropies = outputs.distribution(ids % 20, 0.7)
+        return torch.cat((candidates, entropies[:, None], outputs.top_logprobs(3, 20, 0.7)[:, 3:]), 1)
+
+    return engine.forward(rows, compute)
+
+
+def distilled(outputs: Outputs, batch: SequenceBatch) -> Loss:
+    candidates, entropies = outputs.distribution(batch["tokens"][:, None], 0.7)
+    total = entropies.sum() - 2.0 * candidates.sum()
+    return Loss(total, {"loss": (total.detach(), 1.0)})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_entropies_and_candidates_equal_the_cpu(family: str, folders: dict[str, Path], cuda: FakeCuda) -> None:
+    rows, cpu, gpu = rows_of(LENGTHS, per_prompt=2), engine_on(folders[family]), on_device(folders[family])
+    there = rows.to("cuda:0")
+    assert distance(heads(gpu, there), heads(cpu, rows)) < 1e-5
+    cpu.train(rows, distilled, counted(rows))
+    cuda.events.clear()
+    gpu.train(there, distilled, counted(rows))
+    assert gpu.params.grad is not None and cpu.params.grad is not None
+    assert distance(gpu.params.grad, cpu.params.grad) < 5e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,11 +11,11 @@ from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Loss, Outputs
 from realhf.models.engine.native import NativeEngine, build_engine
+from realhf.plan.run_spec import model_config
 
 VOCAB, STOP = 37, 1
 FAMILIES = ("llama", "qwen2", "gpt2")
@@ -37,9 +37,10 @@ def engine_on(
     spec.optimizer = OptimizerConfig(**{**SGD_LIKE, **(optimizer or {})})
     layout = Layout(DeviceMesh(mesh), ParallelStrategy(dp=len(mesh)))
     groups = make_groups([mesh], rank) if len(mesh) > 1 and trained else {}
+    role = RoleSpec(spec, scalar_head=scalar)
     return build_engine(
-        read_hf_config(folder, scalar),
-        RoleSpec(spec, scalar_head=scalar),
+        model_config(role),
+        role,
         ParallelContext(layout, rank, torch.device(device), groups),
         trained=trained,
         holds_weights=True,
