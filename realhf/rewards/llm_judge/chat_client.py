@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import httpx
@@ -247,4 +248,4 @@ def retry_after(text: str) -> float:
         except (ValueError, TypeError):
             return 0.0
         seconds = (date - datetime.now(date.tzinfo or timezone.utc)).total_seconds() if date.tzinfo else 0.0
-    return seconds if 0 < seconds < 10**6 else 0.0
+    return min(seconds, 10.0**6) if 0 < seconds < inf else 0.0
