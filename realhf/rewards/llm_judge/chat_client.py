@@ -5,7 +5,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import cached_property
@@ -43,13 +43,18 @@ class TemporaryError(Exception):
 class ChatUsage:
     """What the judgements of a call needed; requests that the cache had answered before are ``cached`` and free."""
 
+    price_in: float
+    price_out: float
     requests: int = 0
     cached: int = 0
     retries: int = 0
     failures: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
-    usd: float = 0.0
+
+    @property
+    def usd(self) -> float:
+        return (self.tokens_in * self.price_in + self.tokens_out * self.price_out) / 1e6
 
 
 @dataclass
@@ -64,9 +69,11 @@ class ChatClient:
     cache: ReplyCache
     spending: Spending
     api_key: str = field(default="", repr=False)
-    usage: ChatUsage = field(default_factory=ChatUsage)
     _pending: dict[str, asyncio.Task[ChatReply]] = field(default_factory=dict)
     _failed_in_row: int = 0
+
+    def __post_init__(self) -> None:
+        self.usage = ChatUsage(self.config.price_in, self.config.price_out)
 
     @cached_property
     def _slots(self) -> asyncio.Semaphore:
@@ -136,7 +143,6 @@ class ChatClient:
         usage.retries += reply.retries
         usage.tokens_in += reply.tokens_in
         usage.tokens_out += reply.tokens_out
-        usage.usd += self._cost(reply)
         return reply
 
     async def _cached_reply(self, key: str, body: dict[str, Any], asked_by: str) -> ChatReply:
@@ -147,12 +153,10 @@ class ChatClient:
             if self._failed_in_row >= MAX_FAILURES_IN_ROW:
                 raise ChatError(f"not sent: {self._failed_in_row} judgements in a row have failed")
             reply = await self._ask(key, json.dumps(body).encode(), asked_by)
-        self.spending.add(self._cost(reply), reply.tokens_in, reply.tokens_out)
+        paid = replace(self.usage, tokens_in=reply.tokens_in, tokens_out=reply.tokens_out).usd
+        self.spending.add(paid, reply.tokens_in, reply.tokens_out)
         self.cache.put(key, reply)
         return reply
-
-    def _cost(self, reply: ChatReply) -> float:
-        return (reply.tokens_in * self.config.price_in + reply.tokens_out * self.config.price_out) / 1e6
 
     def _check_budget(self) -> None:
         if self.config.budget is not None and (spent := self.spending.total()) >= self.config.budget:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.config import LLMJudgeConfig
@@ -24,12 +24,12 @@ class LLMJudge:
     preset: str
     config: LLMJudgeConfig
     folder: Path
-    usage: ChatUsage = field(default_factory=ChatUsage)
 
     def __post_init__(self) -> None:
         self.template = template_of(self.preset, self.config)
         self.cache = ReplyCache(Path(self.config.cache) if self.config.cache else self.folder / "replies")
         self.spending = Spending(self.folder)
+        self.usage = ChatUsage(self.config.price_in, self.config.price_out)
 
     def judge_groups(self, groups: Sequence[ResponseGroup]) -> list[list[Verdict]]:
         """Return the verdicts on the responses of each group, in order."""

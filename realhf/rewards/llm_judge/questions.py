@@ -1,5 +1,6 @@
 """The requests of the presets that ask a language model, and the scores in its answers. Does no input or output."""
 
+import contextlib
 import json
 import math
 import re
@@ -68,7 +69,7 @@ NUMBER = r"[-+]?\d{1,20}(?:\.\d{1,20})?"
 SCORE = re.compile(rf"{START}score{SPACE}:{SPACE}({NUMBER}){SPACE}(?:/ ?{NUMBER})?{END}", re.IGNORECASE | re.MULTILINE)
 WINNER = re.compile(rf"{START}winner{SPACE}:{SPACE}(?:response )?(a|b|tie){END}", re.IGNORECASE | re.MULTILINE)
 WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}
-MAX_CHARS = 20_000  # the end of an answer that is searched for its score
+MAX_CHARS, MAX_OBJECTS = 20_000, 100  # of the end of an answer that are searched for its score
 DECODER = json.JSONDecoder(parse_constant=lambda word: None)
 
 Read = Callable[[str], float | None]
@@ -183,15 +184,12 @@ def read_winner(text: str) -> float | None:
 
 def _last_json_value(text: str, key: str) -> Any:
     """Return the value of ``key`` in the last JSON object in a text that has it, or None."""
-    value, start = None, text.find("{")
-    while start >= 0:
-        try:
-            found, end = DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            end = start + 1
-        else:
-            value = found.get(key, value)
-        start = text.find("{", end)
+    value, end = None, 0
+    for start in [match.start() for match in re.finditer("{", text)][-MAX_OBJECTS:]:
+        if start >= end:
+            with contextlib.suppress(ValueError, RecursionError):
+                found, end = DECODER.raw_decode(text, start)
+                value = found.get(key, value)
     return value
 
 
