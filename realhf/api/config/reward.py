@@ -33,7 +33,9 @@ class LLMJudgeConfig:
     temperature: float | None = opt(0.0, "sampling temperature (null: the endpoint's default)", NON_NEGATIVE)
     max_tokens: int | None = opt(1024, "maximum number of tokens of an answer (null: the endpoint's default)", COUNT)
     max_concurrency: int = opt(16, "concurrent requests per worker", Range(1, 4096))
-    retries: int = opt(5, "retries of a failed request, and repetitions of one whose answer has no score", NATURAL)
+    retries: int = opt(
+        5, "retries of a failed request, and repetitions of one whose answer has no score", Range(0, 100)
+    )
     timeout: float = opt(60.0, "timeout of one attempt of a request in seconds", SECONDS)
     cache: str = opt("", "existing folder with answers, which runs may share (default: in the run directory)", FOLDER)
     price_in: float = opt(0.0, "price of a million input tokens in USD", NON_NEGATIVE)
