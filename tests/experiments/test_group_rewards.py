@@ -57,6 +57,7 @@ def test_invalid_options(options: dict, start: str, tmp_path: Path, monkeypatch:
         ({"base_url": "host:8000"}, "reward.judge.base_url='host:8000' is not of the form"),
         ({"base_url": "http://me:secret@host/v1"},
          "reward.judge.base_url contains a password in the URL of host; use reward.judge.api_key_env"),
+        ({"base_url": "http://host/v1?version=2"}, "reward.judge.base_url=http://host/v1?version=2: /chat/completions"),
         ({"api_key_env": "X"}, "reward.judge.api_key_env=X: this environment variable is not set or empty"),
         ({"api_key_env": "BAD"}, "reward.judge.api_key_env=BAD: the key must be printable ASCII without spaces"),
         ({"min_score": 1.0, "max_score": 1.0}, "reward.judge.min_score=1 must be less than max_score=1"),

@@ -172,7 +172,8 @@ class ChatClient:
                 return await self._attempt(content, attempt, asked_by)
             except TemporaryError as error:
                 pause = max(_backoff(key, attempt), error.pause)
-                tried = f"no reply after {attempt + 1} attempts (reward.judge.retries={config.retries})"
+                n = f"{attempt + 1} attempt{'s' if attempt else ''}"
+                tried = f"no reply after {n} (reward.judge.retries={config.retries})"
                 if attempt == config.retries:
                     raise ChatError(f"{tried}: {error}") from None
                 if time.monotonic() + pause >= deadline:
@@ -196,8 +197,7 @@ class ChatClient:
             raise TemporaryError(f"{url}: {describe(error)}") from None
         if status == 200:
             return self._read(data, attempt, asked_by)
-        text = data[:500].decode(errors="replace")
-        message = f"{url}: HTTP status {status}: {text.replace(self.api_key, '***') if self.api_key else text}"
+        message = f"{url}: HTTP status {status}: {self._shown(data)}"
         if status in RETRIED or status >= 500:
             raise TemporaryError(message, wait)
         raise ChatError(message)
@@ -212,6 +212,11 @@ class ChatClient:
                     raise TemporaryError(f"{url}: the reply is longer than {MAX_REPLY_BYTES} bytes")
             return response.status_code, retry_after(response.headers.get("Retry-After", "")), bytes(data)
 
+    def _shown(self, data: bytes) -> str:
+        """Return the beginning of a body for a message, without the key."""
+        text = data[:2000].decode(errors="replace")
+        return (text.replace(self.api_key, "***") if self.api_key else text)[:300]
+
     def _read(self, data: bytes, retries: int, asked_by: str) -> ChatReply:
         """Return the completion in a body; TemporaryError if it is none, ChatError if its cost is unknown."""
         try:
@@ -222,7 +227,7 @@ class ChatClient:
             case {"choices": [{"message": {"content": str() as text}, **choice}, *_], **others}:
                 pass
             case _:
-                raise TemporaryError(f"the reply is not a chat completion: {data[:200].decode(errors='replace')!r}")
+                raise TemporaryError(f"the reply is not a chat completion: {self._shown(data)!r}")
         match others.get("usage"):
             case {"prompt_tokens": int() as tokens_in, "completion_tokens": int() as tokens_out} if (
                 0 <= tokens_in <= MAX_TOKENS and 0 <= tokens_out <= MAX_TOKENS

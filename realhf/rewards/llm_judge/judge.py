@@ -39,8 +39,14 @@ class LLMJudge:
         key = os.environ.get(self.config.api_key_env, "") if self.config.api_key_env else ""
         client = ChatClient(self.config, self.cache, self.spending, key)
         self.usage = client.usage
+        open_groups = asyncio.Semaphore(2 * self.config.max_concurrency)  # bounds the texts in memory
+
+        async def judge(group: ResponseGroup) -> list[Verdict]:
+            async with open_groups:
+                return await self._judge(client, group)
+
         try:
-            found = await asyncio.gather(*(self._judge(client, group) for group in groups), return_exceptions=True)
+            found = await asyncio.gather(*map(judge, groups), return_exceptions=True)
         finally:
             await client.close()
         verdicts = []

@@ -15,6 +15,8 @@ def judge_problems(preset: str, config: LLMJudgeConfig) -> list[str]:
     priced = config.price_in or config.price_out
     checks = [
         (bool(config.base_url), f"reward.group_fn={preset} needs reward.judge.base_url=http://host:port/v1"),
+        ("?" not in config.base_url and "#" not in config.base_url,
+         f"reward.judge.base_url={config.base_url}: /chat/completions is added, so it must end with a path"),
         (bool(config.model), f"reward.group_fn={preset} needs reward.judge.model, the model's name at the endpoint"),
         (not config.api_key_env or bool(os.environ.get(config.api_key_env)),
          f"reward.judge.api_key_env={config.api_key_env}: this environment variable is not set or empty"),

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.config import LLMJudgeConfig
+from realhf.api.batch_meta import RowId
+from realhf.api.config import LLMJudgeConfig, RewardConfig
 from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+from realhf.rewards.group.scorer import GroupScorer
 from realhf.rewards.llm_judge import chat_client
 from realhf.rewards.llm_judge.judge import LLMJudge
 from realhf.rewards.verdict import ResponseGroup, Status, Verdict
@@ -79,6 +82,10 @@ def test_a_request_has_the_model_the_parameters_and_the_key(tmp_path: Path, monk
         endpoint.answer = lambda text: (401, "Incorrect API key provided: sk-secret")
         (verdict, *_), *_ = judge.judge_groups([replace(GROUPS[0], prompt="other")])
         assert "HTTP status 401: Incorrect API key provided: ***" in verdict.detail
+        endpoint.answer = lambda text: (200, "<html>sk-secret</html>")
+        judge.config.retries = 0
+        (verdict, *_), *_ = judge.judge_groups([replace(GROUPS[0], prompt="another")])
+        assert "not a chat completion: '<html>***</html>'" in verdict.detail
 
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
@@ -111,7 +118,7 @@ def test_an_endpoint_that_does_not_reply_or_exist(tmp_path: Path) -> None:
         ((verdict,),) = judge.judge_groups([ResponseGroup("q", ("a",), {})])
         url = f"{endpoint.url}/chat/completions"
         assert verdict.detail.endswith(f": no reply from {url} within 0.1 s (reward.judge.timeout)")
-        assert verdict.detail.startswith("no reply after 1 attempts (reward.judge.retries=1); the next is due in 1 s")
+        assert verdict.detail.startswith("no reply after 1 attempt (reward.judge.retries=1); the next is due in 1 s")
     judge = judge_at(endpoint, tmp_path, retries=0)
     ((verdict,),) = judge.judge_groups([ResponseGroup("q", ("a",), {})])
     assert "ConnectionRefusedError" in verdict.detail or "Connection refused" in verdict.detail
@@ -206,6 +213,31 @@ def test_unicode_and_unpaired_surrogates(tmp_path: Path) -> None:
         assert judge_at(endpoint, tmp_path).judge_groups([group]) == [[Verdict(0.5, Status.ok)] * 2]
         assert judge_at(endpoint, tmp_path).judge_groups([group]) == [[Verdict(0.5, Status.ok)] * 2]
         assert len(endpoint.bodies) == 2
+
+
+def test_a_judge_that_prefers_the_first_position_prefers_no_sample(tmp_path: Path) -> None:
+    ids = [RowId(prompt, sample) for prompt in range(40) for sample in range(4)]
+    items = [(f"q{row.prompt}", f"{row.prompt} {row.sample}", {}) for row in ids]
+    with served(Endpoint(answer=lambda text: "Winner: A")) as endpoint:
+        for both, tolerance in ((False, 0.15), (True, 1e-9)):
+            judge = judge_at(endpoint, tmp_path, both_orders=both).config
+            reward = RewardConfig(group_fn="pairwise", judge=judge)
+            verdicts, _ = GroupScorer(reward, 1, RunDir(tmp_path)).score(ids, items)
+            means = [sum(verdicts[i].score for i in range(s, 160, 4)) / 40 for s in range(4)]
+            assert means == pytest.approx([0.5] * 4, abs=tolerance)
+            if not both:
+                first = ResponseGroup("q", ("a", "b", "c", "d"), {}, 0, 1)
+                shares = [verdict.score for verdict in LLMJudge("pairwise", judge, tmp_path).judge_groups([first])[0]]
+                assert sorted(shares) != [0.5] * 4  # a single prompt has the preference
+
+
+def test_a_cache_that_cannot_be_written_stops_the_run_and_keeps_the_cost(tmp_path: Path) -> None:
+    (tmp_path / "replies").write_text("a file instead of the folder")
+    with served(Endpoint()) as endpoint:
+        judge = judge_at(endpoint, tmp_path)
+        with pytest.raises(OSError, match="replies"):
+            judge.judge_groups(GROUPS[:1])
+        assert 0 < judge.spending.total() == pytest.approx(cost(endpoint))
 
 
 def judge_in_process(port: int, folder: str) -> list[list[float]]:
