@@ -81,7 +81,9 @@ def group_problems(reward: RewardConfig, n_responses: int) -> list[str]:
             (reward.judge == LLMJudgeConfig(), "reward.judge has options, but no reward.group_fn asks it"),
             (reward.group_weight == 1, "reward.group_weight has no effect without reward.group_fn"),
         ])  # fmt: skip
-    problems = check_group_fn(group_fn) + unmet([
+    if problems := check_group_fn(group_fn):
+        return problems
+    problems = unmet([
         (asks_model(group_fn) or reward.judge == LLMJudgeConfig(),
          f"reward.judge has options, but reward.group_fn={group_fn} asks no language model"),
         (n_responses > 1 or not compares(group_fn),
