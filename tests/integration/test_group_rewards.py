@@ -96,14 +96,6 @@ def test_a_run_over_its_budget_stops_and_resumes_with_a_larger_one(
         assert cost(endpoint) == pytest.approx(spent(found))  # and none of it twice
 
 
-def test_an_endpoint_that_is_down_stops_the_run(realhf_start: Start, words: list[str], tmp_path: Path) -> None:
-    with served(Endpoint()) as endpoint:
-        url = at(endpoint, "rubric")
-    run = realhf_start("grpo", tmp_path, [*words, *url, "reward.judge.retries=0", *INLINE]).finish()
-    assert run.code == 1 and "28 of 28 responses have no reward, more than a fraction of 0.05" in run.output, run.output
-    assert "no reply after 1 attempt (reward.judge.retries=0): http://127.0.0.1:" in run.output
-
-
 def test_a_reward_model_beside_a_verifier(
     realhf: Realhf, ppo_words: list[str], actor_folder: Path, tmp_path: Path
 ) -> None:

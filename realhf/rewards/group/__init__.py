@@ -1,1 +1,1 @@
-"""ResponseGroup-wise rewards: scores of all responses to a prompt together."""
+"""Group-wise rewards: scores of all responses to a prompt together."""

@@ -1,4 +1,4 @@
-"""ResponseGroup-wise rewards by name: functions of all responses to a prompt, and the checks of ``reward.group_fn``."""
+"""Group-wise rewards by name: functions of all responses to a prompt, and the checks of ``reward.group_fn``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
-"""ResponseGroup-wise rewards: collects the responses to each prompt and scores them together."""
+"""Group-wise rewards: collects the responses to each prompt and scores them together."""
 
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import RewardConfig
@@ -13,9 +14,11 @@ from realhf.base.paths import RunDir
 from realhf.base.seeds import stable_seed
 from realhf.rewards.group.presets import asks_model
 from realhf.rewards.judge.pool import JudgePool
-from realhf.rewards.llm_judge.chat_client import ChatUsage
-from realhf.rewards.llm_judge.judge import LLMJudge
 from realhf.rewards.verdict import Item, ResponseGroup, Verdict
+
+if TYPE_CHECKING:
+    from realhf.rewards.llm_judge.chat_client import ChatUsage
+    from realhf.rewards.llm_judge.judge import LLMJudge
 
 
 class GroupScorer:
@@ -35,7 +38,9 @@ class GroupScorer:
                          is_group_wise=True)  # fmt: skip
 
     @cached_property
-    def model(self) -> LLMJudge:
+    def model(self) -> "LLMJudge":
+        from realhf.rewards.llm_judge.judge import LLMJudge  # imports the HTTP client
+
         return LLMJudge(self.config.group_fn, self.config.judge, self.run.judge)
 
     @property
@@ -58,18 +63,19 @@ class GroupScorer:
         for i, row in enumerate(ids):
             rows_of[row.prompt].append(i)
         orders = [self.shuffled(prompt, rows, ids) for prompt, rows in rows_of.items()]
-        groups = [
-            ResponseGroup(items[rows[0]][0], tuple(items[i][1] for i in rows), items[rows[0]][2], ids[rows[0]].prompt,
-                  self.seed)
-            for rows in orders
-        ]  # fmt: skip
+        groups = [self.group_of([items[i] for i in rows], ids[rows[0]].prompt) for rows in orders]
+        stats: Stats = {}
         if self.asks_model:
             verdicts, stats = self.model.judge_groups(groups), usage_stats(self.model.usage)
         else:
-            verdicts, stats = [spread(v, len(g.responses)) for g, v in zip(groups, self.pool.judge_groups(groups),
-                                                                          strict=True)], {}  # fmt: skip
+            judged = zip(groups, self.pool.judge_groups(groups), strict=True)
+            verdicts = [spread(verdict, len(group.responses)) for group, verdict in judged]
         found = {i: v for rows, part in zip(orders, verdicts, strict=True) for i, v in zip(rows, part, strict=True)}
         return [found[i] for i in range(len(ids))], stats
+
+    def group_of(self, items: Sequence[Item], prompt_id: int) -> ResponseGroup:
+        prompt, _, row = items[0]
+        return ResponseGroup(prompt, tuple(response for _, response, _ in items), row, prompt_id, self.seed)
 
     def shuffled(self, prompt: int, rows: Sequence[int], ids: Sequence[RowId]) -> list[int]:
         """Return the rows of a prompt in the order that the function sees, which is not that of the batch."""
@@ -87,7 +93,7 @@ def spread(verdict: Verdict, n: int) -> list[Verdict]:
     return [replace(verdict, score=score, scores=()) for score in verdict.scores] if verdict.scores else [verdict] * n
 
 
-def usage_stats(usage: ChatUsage) -> Stats:
+def usage_stats(usage: "ChatUsage") -> Stats:
     """Return the totals of a call, which are not divided, and the fraction of replies from the cache."""
     totals = {"requests": usage.requests, "retries": usage.retries, "failures": usage.failures,
               "tokens_in": usage.tokens_in, "tokens_out": usage.tokens_out, "usd": usage.usd}  # fmt: skip
