@@ -41,7 +41,7 @@ def teacher_accuracy(folder: Path, teacher: Path) -> float:
 def study(folder: Path, student: Path, teacher: Path, method: str, seed: int) -> Curve:
     experiment, steps, options = METHODS[method]
     name = f"{'-'.join(method.replace(',', '').split())}-{seed}"
-    of_teacher = (f"teacher.path={teacher}",) if experiment == "distill" else ()
+    of_teacher = (f"teacher.path={teacher}", "reward.fn=math") if experiment == "distill" else ()
     task = task_options(folder, HIDDEN, student, PROMPTS, steps, EVAL_EVERY)
     found = curve(run(folder, name, experiment, *task, *OPTIMIZER, *options, *of_teacher, f"seed={seed}"))
     print(f"{name} {found[-1][1]:.3f}", flush=True)

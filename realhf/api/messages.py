@@ -8,7 +8,7 @@ import msgspec
 
 from realhf.api.batch_meta import BatchMeta, RowId
 
-Stats = dict[str, tuple[float, float]]  # {name: (sum, count)}; the master divides them
+Stats = dict[str, tuple[float, float]]  # {name: (sum, count)}; the master divides them; count 0: a total
 State = dict[str, Any]
 """JSON-serializable state of a role's interface between calls: KL coefficient, value statistics."""
 

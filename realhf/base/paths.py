@@ -38,6 +38,7 @@ class RunDir:
     nccl = _PathEntry("nccl", is_folder=True)  # records of NCCL's last operations, after a timeout
     samples = _PathEntry("generations", is_folder=True)
     models = _PathEntry("models", is_folder=True)
+    judge = _PathEntry("judge", is_folder=True)  # replies of a language model that judges, and the spending of the run
 
     @property
     def lock(self) -> Path:

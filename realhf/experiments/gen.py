@@ -44,4 +44,6 @@ class GenerationExperiment(Experiment):
         return self.sampling.n
 
     def problems(self) -> list[str]:
-        return sampling_problems("sampling", self.sampling) + (reward_problems(self.reward) if self.judge else [])
+        return sampling_problems("sampling", self.sampling) + (
+            reward_problems(self.reward, self.sampling.n) if self.judge else []
+        )

@@ -77,10 +77,8 @@ class PPOExperiment(Experiment):
         """Return the calls that produce ``rewards``, ``rew_inf`` last."""
         if not self.env.cls:
             return self._reward_models.calls(self.ppo, self._batch)
-        *members, last = self._reward_models.calls(PPOConfig(), self._batch)
-        key = "model_scores"
-        scores = replace(last, name=f"rew_{len(members)}_inf", outputs=(key,), aliases=((key, "rewards"),))
-        return [*members, scores, episode_rewards("rew_inf", self.ppo, self._batch, (key,))]
+        calls = self._reward_models.score_calls(self._batch)
+        return [*calls, episode_rewards("rew_inf", self.ppo, self._batch, calls[-1].outputs)]
 
     @property
     def _reward_models(self) -> RewardModels:

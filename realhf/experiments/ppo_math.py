@@ -10,11 +10,13 @@ from realhf.api.graph import MFC
 from realhf.experiments.options.checks import reward_problems, score_range, unmet
 from realhf.experiments.options.models import episode_rewards, reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
+from realhf.rewards.group.presets import compares
+from realhf.rewards.registry import fns_of
 
 
 @dataclass
 class PPOMathExperiment(PPOExperiment):
-    """PPO with verified rewards instead of a reward model."""
+    """PPO with verified rewards, and those of a reward model with ``rew.path``."""
 
     reward: RewardConfig = opt(RewardConfig, "the verifier")
 
@@ -25,27 +27,57 @@ class PPOMathExperiment(PPOExperiment):
     def reward_mfcs(self) -> list[MFC]:
         if self.env.cls:
             return [episode_rewards("rew_inf", self.ppo, self._batch)]
-        return [verifier_call("rew_inf", self.reward, self.ppo, self._batch)]
+        scores = self._reward_models.score_calls(self._batch) if self._reward_models.is_set else []
+        outputs = scores[-1].outputs if scores else ()
+        return [*scores, verifier_call("rew_inf", self.reward, self.ppo, self._batch, outputs)]
 
     def without_selection(self) -> "PPOMathExperiment":
         reward = replace(self.reward, check_verifier_status=False)
         return replace(self, ppo=super().without_selection().ppo, reward=reward)
 
     def reward_roles(self) -> dict[str, RoleSpec]:
-        return {}
+        return self._reward_models.roles() if self._reward_models.is_set else {}
 
     def score_range(self) -> tuple[float, float]:
-        return (-inf, inf) if self.env.cls else score_range(self.reward)
+        is_bounded = not self.env.cls and not self._reward_models.is_set
+        return score_range(self.reward) if is_bounded else (-inf, inf)
 
     def problems(self) -> list[str]:
-        return super().problems() + ([] if self.env.cls else reward_problems(self.reward)) + unmet([
+        models = self._reward_models
+        return super().problems() + ([] if self.env.cls else self._reward_problems()) + unmet([
             (not self.env.cls or self.reward == RewardConfig(),
              "env.cls and reward.* are set: rewards come from the environment"),
-            ((self.rew, self.score) == (ModelSpec(), ScoreConfig()),
-             "rew or score have options, but rewards come from reward.fn; for a reward model use ppo"),
-            (self.ensemble == EnsembleConfig(),
-             "ensemble has options, but rewards come from reward.fn; for reward models use ppo"),
+            (models.is_set or self.rew == ModelSpec(), "rew has options, but rew.path and rew.config are not set"),
+            (models.is_set or (self.score, self.ensemble) == (ScoreConfig(), EnsembleConfig()),
+             "score or ensemble has options, but there is no reward model: set rew.path or ensemble.members"),
+            (models.is_set or self.ppo.rm_output_scaling == 1,
+             "ppo.rm_output_scaling needs a reward model: set rew.path or ensemble.members"),
+            (not (models.is_set and self.env.cls),
+             "env.cls and a reward model (rew, ensemble) are set: use the experiment ppo"),
+            (not models.is_set or self._judges_responses_only,
+             "a reward model (rew, ensemble) in addition to reward.fn: use grpo, rloo, reinforce-pp or ppo-math"),
         ])  # fmt: skip
+
+    @property
+    def _judges_responses_only(self) -> bool:
+        """Whether the only calls that need rewards are those of the responses in training."""
+        return type(self).more_mfcs is PPOExperiment.more_mfcs
+
+    def _reward_problems(self) -> list[str]:
+        group_fn, n_eval = self.reward.group_fn, self.evaluation.n if self.dataset.holds_out else None
+        return reward_problems(self.reward, self.samples_per_prompt()) + unmet([
+            (not group_fn or self._judges_responses_only,
+             f"reward.group_fn={group_fn}: this algorithm rewards single responses; use grpo, rloo, reinforce-pp or "
+             "ppo-math"),
+            (not group_fn or not compares(group_fn) or n_eval != 1,
+             f"reward.group_fn={group_fn} compares responses, but evaluation.n=1; set evaluation.n=4 "
+             "evaluation.greedy=False"),
+        ])  # fmt: skip
+
+    def warnings(self) -> list[str]:
+        is_constant = not (self.env.cls or self.reward.group_fn or fns_of(self.reward) or self._reward_models.is_set)
+        constant = ["reward.fn=none without reward.group_fn or a reward model (rew.path): all rewards are equal"]
+        return super().warnings() + (constant if is_constant else [])
 
 
 @dataclass

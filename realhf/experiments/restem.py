@@ -50,7 +50,7 @@ class RestEMExperiment(MultiStageExperiment):
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
         ])  # fmt: skip
         problems += sampling_problems("sampling", self.sampling) + sampling_problems("validation", self.validation)
-        return problems + reward_problems(self.reward)
+        return problems + reward_problems(self.reward, min(self.sampling.n, self.validation.n))
 
     def stages(self, root: Path) -> Iterator[Stage]:
         policy, rounds = self.model.path or "", list[dict[str, Any]]()

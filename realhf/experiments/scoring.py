@@ -56,7 +56,8 @@ class Scoring(Experiment):
         ])  # fmt: skip
         problems += self.reward_models.problems()
         if self.judge:
-            problems += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems())
+            problems += reward_problems(self.reward, self.sampling.n if self.is_sampled else 1)
+            problems += [] if self.is_sampled else self._solution_problems()
         return problems + sampling_problems("sampling", self.sampling)
 
     def _solution_problems(self) -> list[str]:

@@ -23,6 +23,7 @@ ACCEPTABLE = ("code", "data", "eval_data", "reward_file", "models", LR_SCHEDULE)
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "math-verify", "latex2sympy2-extended", "vllm")
 SOURCE = Path(__file__).parents[1]
 USER_FILE = re.compile(r"(.+\.py):\w+")
+TEXT_FILE = re.compile(r"/.+\.(?:txt|md)")  # of an option in an interface, such as reward.judge.prompt
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a model folder: weights, config, tokenizer
 BLOCK, N_BLOCKS = 1 << 20, 64
 N_NAMED = 3  # changed files that a message names
@@ -36,12 +37,12 @@ def take_fingerprint(name: str, experiment: Experiment, graph: Graph, roles: Map
     packages = {"realhf": __version__} | {package: _version(package) for package in PACKAGES}
     sources = {source for role in roles.values() for source in
                (role.spec.path, role.spec.config, role.spec.tokenizer, role.spec.lora.init_from) if source}  # fmt: skip
-    data = experiment.dataset
+    data, texts = experiment.dataset, [text for mfc in mfcs for text in _strings(mfc.interface.config)]
     return {
         "code": packages | code | _user_files([name, *(mfc.interface.name for mfc in mfcs)]),
         "data": _data("dataset.path", data.path),
         "eval_data": _data("dataset.eval_path", data.eval_path) if data.eval_path else {},
-        "reward_file": _user_files(text for mfc in mfcs for text in _strings(mfc.interface.config)),
+        "reward_file": _user_files(texts) | {text: _digest(Path(text)) for text in texts if TEXT_FILE.fullmatch(text)},
         "models": {
             str(Path(experiment.portable(source), file.relative_to(source))): sampled_sha256(file)
             for source in sorted(sources)

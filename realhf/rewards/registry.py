@@ -18,6 +18,7 @@ from realhf.api.experiment import Task
 from realhf.base.errors import did_you_mean
 
 FORMAT = "format:"  # prefix of a regular expression as a reward: 1 if the whole response matches, else 0
+NONE = "none"  # the `reward.fn` of runs without a verifier: the score is 0, and rows need a prompt only
 RewardFn = Callable[[str, str, dict], float]  # fn(prompt, answer, row), where `answer` is the whole response
 
 
@@ -103,7 +104,8 @@ def load_reward(fn: str, seconds: float, test_seconds: float = math.inf) -> Rewa
 
 
 def fns_of(config: RewardConfig) -> list[str]:
-    return config.fns or [config.fn]
+    """Return the functions of single responses; none with ``reward.fn=none``."""
+    return config.fns or ([] if config.fn == NONE else [config.fn])
 
 
 def weights_of(config: RewardConfig) -> list[float]:
@@ -135,7 +137,7 @@ def _remote_name(url: str) -> str:
 def check_fn(fn: str) -> list[str]:
     """Return the problems of a ``reward.fn``, one line each, without running the file or contacting the service."""
     if is_remote(fn):
-        return _check_url(fn)
+        return check_url("reward.fn", fn, "reward.token_env")
     if fn in VERIFIERS:
         return []
     if fn.startswith(FORMAT):
@@ -144,21 +146,31 @@ def check_fn(fn: str) -> list[str]:
         except re.error as error:
             return [f"reward.fn={fn!r}: invalid regular expression ({error})"]
         return []
+    if fn == NONE:
+        return ["reward.fn=none gives no reward: it cannot be one of several, or be served"]
+    return check_file("reward.fn", fn, [*VERIFIERS, NONE], "prompt, response and row")
+
+
+def check_file(option: str, fn: str, others: Sequence[str], arguments: str) -> list[str]:
+    """Return the problems of an option with a ``file.py:function`` of three ``arguments``, without running the file.
+
+    ``others`` are the names that the option may have instead.
+    """
     path, colon, name = fn.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        return [f"reward.fn={fn!r} must be one of {', '.join(VERIFIERS)}, or 'file.py:function'"]
+        hint = did_you_mean(fn, others)
+        return [f"{option}={fn!r} must be one of {', '.join(others)}, or 'file.py:function'{hint}"]
     if not Path(path).is_file():
-        return [f"reward.fn={fn!r}: no such file: {path}"]
+        return [f"{option}={fn!r}: no such file: {path}"]
     try:
         source = importlib.util.decode_source(Path(path).read_bytes())
         symbols, tree = symtable.symtable(source, path, "exec").get_symbols(), ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
-        return [f"reward.fn={fn!r}: {path} is not valid Python: {error}"]
+        return [f"{option}={fn!r}: {path} is not valid Python: {error}"]
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name not in names:
-        return [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
-    accepts = _accepts_three(tree, name)
-    return [] if accepts else [f"reward.fn={fn!r}: {name} must take three arguments: prompt, response and row"]
+        return [f"{option}={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
+    return [] if _accepts_three(tree, name) else [f"{option}={fn!r}: {name} must take three arguments: {arguments}"]
 
 
 def _accepts_three(tree: ast.Module, name: str) -> bool:
@@ -173,16 +185,17 @@ def _accepts_three(tree: ast.Module, name: str) -> bool:
     return bool(function.decorator_list) or (is_callable and None not in given.kw_defaults)
 
 
-def _check_url(url: str) -> list[str]:
+def check_url(option: str, url: str, secret: str) -> list[str]:
+    """Return the problems of an option with a URL; ``secret`` is the option for a password."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return [f"reward.fn={url!r}: {error}"]
+        return [f"{option}={url!r}: {error}"]
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        return [f"reward.fn={url!r} is not of the form http://host:port/path"]
+        return [f"{option}={url!r} is not of the form http://host:port/path"]
     if parts.username or parts.password:
-        return [f"reward.fn contains a password in the URL of {parts.hostname}; use reward.token_env"]
+        return [f"{option} contains a password in the URL of {parts.hostname}; use {secret}"]
     if not url.isascii() or any(char.isspace() for char in url):
-        return [f"reward.fn={url!r}: a URL contains no spaces and only ASCII characters"]
+        return [f"{option}={url!r}: a URL contains no spaces and only ASCII characters"]
     return []

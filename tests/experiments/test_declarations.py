@@ -235,11 +235,11 @@ def test_options_without_effect_are_errors() -> None:
     assert PPOExperiment(ref=ModelSpec(bf16=True)).problems()[0].startswith("ref has options, but ref.path and")
     scratch = PPOExperiment(critic=ModelSpec(init_from_scratch=True)).problems()
     assert scratch == ["critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"]
-    assert (
-        PPOMathExperiment(rew=ModelSpec(path="r"))
-        .problems()[0]
-        .startswith("rew or score have options, but rewards come")
-    )
+    without_path = PPOMathExperiment(rew=ModelSpec(bf16=True), ppo=PPOConfig(rm_output_scaling=2.0)).problems()
+    assert without_path == [
+        "rew has options, but rew.path and rew.config are not set",
+        "ppo.rm_output_scaling needs a reward model: set rew.path or ensemble.members",
+    ]
     assert PPOExperiment(ref_inf=MFCConfig("0")).problems() == []  # checked with the allocation mode
 
 

@@ -33,6 +33,9 @@ def experiment(tmp_path: Path) -> PPOMathExperiment:
     (tmp_path / "actor" / "README.md").write_text("notes")
     data = DatasetConfig(str(tmp_path / "train.jsonl"), train_bs_n_seqs=2, eval_path=str(tmp_path / "valid.jsonl"))
     found = PPOMathExperiment(dataset=data, actor=ModelSpec(str(tmp_path / "actor")))
+    for name in ("group.py", "judge.txt"):
+        (tmp_path / name).write_text(name.partition(".")[0])
+    found.reward.group_fn, found.reward.judge.prompt = f"{tmp_path}/group.py:f", f"{tmp_path}/judge.txt"
     found.reward.fns = ["math", f"{tmp_path}/rewards.py:f"]
     return found
 
@@ -43,6 +46,7 @@ def take(experiment: PPOMathExperiment) -> fingerprint.Fingerprint:
 
 PART_OF = {"train.jsonl": "data", "valid.jsonl": "eval_data", "rewards.py": "reward_file", "helper.py": "reward_file",
            "package/deep.py": "reward_file", "actor/config.json": "models", "actor/model.safetensors": "models",
+           "group.py": "reward_file", "judge.txt": "reward_file",
            "actor/tokenizer.json": "models", "unrelated.py": None, "actor/README.md": None}  # fmt: skip
 
 

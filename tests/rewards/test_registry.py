@@ -90,7 +90,7 @@ def test_format_with_exponential_backtracking_times_out() -> None:
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        ("maths", f"must be one of {', '.join(VERIFIERS)}, or 'file.py:function'"),
+        ("maths", f"must be one of {', '.join(VERIFIERS)}, none, or 'file.py:function'"),
         ("r.txt:f", "must be one of math, math_strict, code"),
         ("none.py:f", "no such file: none.py"),
         ("broken.py:f", "broken.py is not valid Python"),

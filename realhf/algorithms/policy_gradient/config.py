@@ -108,6 +108,8 @@ class PPOConfig:
     max_reward_clip: float = opt(20.0, "clip range of the scaled reward", CAP)
     reward_output_scaling: float = opt(1.0, "scaling in reward = (score - bias) * scaling", FINITE)
     reward_output_bias: float = opt(0.0, "bias in reward = (score - bias) * scaling", FINITE)
+    rm_output_scaling: float = opt(1.0, "scaling of a reward model's score that is added to the verifier's (rew.path "
+                                        "with reward.fn)", FINITE)  # fmt: skip
     early_stop_imp_ratio: float | None = opt(5.0, "skip mini-batches whose mean ratio exceeds this", POSITIVE)
     early_stop_kl: float | None = opt(None, "skip mini-batches whose approximate KL exceeds this", POSITIVE)
     adv_norm: bool = opt(True, "normalize advantages over the batch")

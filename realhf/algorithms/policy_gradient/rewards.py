@@ -13,15 +13,21 @@ from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 
 
-def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
+def rewards_of(
+    batch: SequenceBatch, scores: Tensor, config: PPOConfig, model_scores: Tensor | None = None
+) -> tuple[SequenceBatch, Stats]:
     """Return the selected rows with ``rewards = (score - reward_output_bias) * reward_output_scaling`` (float32).
 
-    ``scores`` is ``[B]``. Drops responses without a finite reward. Keeps the ``group_size`` best responses per prompt,
-    then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all responses with a
-    reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without. The rows of an episode
-    have the same score: they count once, and are kept or dropped together.
+    ``scores`` is ``[B]``. ``model_scores``, ``[B]``, are those of a reward model in addition to a verifier: these times
+    ``rm_output_scaling`` are added. Drops responses without a finite reward. Keeps the ``group_size`` best responses
+    per prompt, then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all
+    responses with a reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without. The rows
+    of an episode have the same score: they count once, and are kept or dropped together.
     """
-    rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
+    rewards = (scores - config.reward_output_bias) * config.reward_output_scaling
+    if model_scores is not None:
+        rewards = rewards + config.rm_output_scaling * model_scores
+    rewards = rewards.float()
     episode_of = episode_numbers(batch)
     firsts = first_rows(episode_of)
     finite = rewards[firsts].isfinite()

@@ -14,9 +14,11 @@ from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.api.config import RewardConfig, opt
 from realhf.api.experiment import Task
 from realhf.api.messages import State, Stats
+from realhf.base.paths import RunDir
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
-from realhf.rewards.judge.pool import judge_once, open_judge
+from realhf.rewards.group.scorer import GroupScorer
+from realhf.rewards.judge.pool import Judge, judge_once, open_judge
 from realhf.rewards.registry import FORMAT, VERIFIERS, builtin_verifier, fns_of, names_of, weights_of
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.verdict import Item, Status, Verdict
@@ -61,11 +63,13 @@ def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed
 class Verifier:
     """Verifies responses; returns the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
 
-    The score is the weighted sum of the scores of ``reward.fns``; responses for which one of them fails are dropped.
+    The score is the weighted sum of the scores of ``reward.fns`` and of ``reward.group_fn``; responses for which one of
+    them fails are dropped. The column ``model_scores``, of a reward model, is added, times ``rm_output_scaling``.
     Statistics over all responses: ``failed``, and over all verdicts ``verifier_error`` and ``verifier_timeout``. Over
     the others: ``reward``, ``accuracy`` (math, code), ``format_ok`` (format_reward), ``verdict_*``, the fraction of
-    each `Reason` (code), and with several rewards ``score_*`` by name. With check_verifier_status, ValueError if all
-    responses are wrong. Its judges start at once; the first call runs their self-tests.
+    each `Reason` (code), with several rewards ``score_*`` by name, and ``judge_*`` of a language model. With
+    check_verifier_status, ValueError if all responses are wrong. Its judges start at once; the first call runs their
+    self-tests.
     """
 
     config_type = VerifierConfig
@@ -75,39 +79,58 @@ class Verifier:
         self.context = context
         self.fns = fns_of(config.reward)
         patterns = [f"{FORMAT}{config.reward.format_reward}"] if config.reward.format_reward else []
-        self.judged_by = [*self.fns, *patterns]
-        self.judges = [open_judge(fn, config.reward) for fn in self.judged_by]
-        for judge in self.judges:
+        self.judges = [open_judge(fn, config.reward) for fn in (*self.fns, *patterns)]
+        self.group: GroupScorer | None = None
+        if config.reward.group_fn:
+            self.group = GroupScorer(config.reward, context.seed, RunDir(context.run_root))
+        self.judged_by = [*self.fns, *([config.reward.group_fn] if self.group else []), *patterns]
+        for judge in self.all_judges:
             judge.spawn()  # ready after the first responses
         self.tested = False
 
+    @property
+    def all_judges(self) -> list[Judge | GroupScorer]:
+        return [*self.judges, *([self.group] if self.group else [])]
+
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         if not self.tested:
-            for judge in self.judges:
+            for judge in self.all_judges:
                 judge.self_test()
             self.tested = True
-        results = judge_once(self.judges, decode_items(batch, self.context.tokenizer))
+        results, stats = self.verdicts(batch)
         judged = self.judged_rows(batch, results)
-        stats = failure_stats(results)
         verdicts = [[column[i] for i in judged] for column in results]
-        verdicts, formats = verdicts[: len(self.fns)], verdicts[len(self.fns) :]
+        n_rewards = len(self.fns) + (self.group is not None)
+        verdicts, formats = verdicts[:n_rewards], verdicts[n_rewards:]
         format_ok = [v.score > 0 for v in formats[0]] if formats else [True] * len(judged)
         scores = [
             [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, format_ok, strict=True)]
-            for fn, column in zip(self.fns, verdicts, strict=True)
+            for fn, column in zip(self.judged_by, verdicts, strict=False)
         ]
-        self.check_status(scores)
-        weights = torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
+        self.check_status(scores[: len(self.fns)])
+        config = self.config.reward
+        weights = torch.tensor(weights_of(config) + [config.group_weight] * bool(self.group), dtype=torch.float64)
         totals = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-        totals[judged] = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(judged))
-        rewarded, reward_stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo)
+        totals[judged] = weights @ torch.tensor(scores, dtype=torch.float64).reshape(n_rewards, len(judged))
+        model_scores = batch["model_scores"] if "model_scores" in batch.columns else None
+        rewarded, reward_stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo, model_scores)
         stats |= reward_stats | self.accuracy_stats(verdicts)
         if formats:
             stats["format_ok"] = (float(sum(format_ok)), float(len(judged)))
-        if len(self.fns) > 1:
-            names = names_of(self.fns)
+        if n_rewards > 1:
+            names = names_of(self.judged_by[:n_rewards])
             stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
         return rewarded, stats
+
+    def verdicts(self, batch: SequenceBatch) -> tuple[list[list[Verdict]], Stats]:
+        """Return the verdicts of each of ``judged_by`` on all rows, and statistics."""
+        items = decode_items(batch, self.context.tokenizer)
+        results = judge_once(self.judges, items)
+        stats: Stats = {}
+        if self.group:
+            verdicts, stats = self.group.score(batch.ids, items)
+            results.insert(len(self.fns), verdicts)
+        return results, failure_stats(results) | stats
 
     def judged_rows(self, batch: SequenceBatch, results: Sequence[Sequence[Verdict]]) -> list[int]:
         """Return the rows for which no judge has failed; report the first failure."""
@@ -123,7 +146,7 @@ class Verifier:
     def check_status(self, scores: Sequence[Sequence[float]]) -> None:
         """Raise ValueError if no response is right by any of the rewards and ``check_verifier_status`` is set."""
         config = self.config.reward
-        if not config.check_verifier_status or not scores[0]:
+        if not config.check_verifier_status or not scores or not scores[0]:
             return
         worst = max(config.wrong_reward, config.wrong_formatted_reward if config.format_reward else config.wrong_reward)
         if all(max(column) <= worst for column in scores):
@@ -132,7 +155,7 @@ class Verifier:
     def accuracy_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
         """Return the accuracy of the first built-in verifier."""
         stats = Stats()
-        for fn, column in zip(self.fns, verdicts, strict=True):
+        for fn, column in zip(self.fns, verdicts, strict=False):
             if (kind := builtin_verifier(fn)) is None:
                 continue
             count = float(len(column))
@@ -144,7 +167,7 @@ class Verifier:
         return stats
 
     def close(self) -> None:
-        for judge in self.judges:
+        for judge in self.all_judges:
             judge.close()
 
 

@@ -34,4 +34,4 @@ from realhf.api.config.model import (
     VllmConfig,
 )
 from realhf.api.config.option import opt
-from realhf.api.config.reward import RewardConfig
+from realhf.api.config.reward import LLMJudgeConfig, RewardConfig

@@ -45,6 +45,7 @@ COUNT_OR_ALL = Range(-1, 2**31 - 1)
 SEED = Range(0, 2**63 - 1)
 
 FILE: Callable[[str], bool] = os.path.isfile
+FOLDER: Callable[[str], bool] = os.path.isdir
 MODEL: Callable[[str], bool] = os.path.exists  # or ORG/NAME[@revision] on the hub
 DATA: Callable[[str], bool] = data_exists  # or ORG/NAME[@revision][:config[:split]] on the hub
 

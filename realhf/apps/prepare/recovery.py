@@ -23,7 +23,9 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
            "channel_address", "verify_reallocation", "n_logged_generations", "save_roles", "recover_",
            "max_device_failures", "exp_ctrl.", "planner.", "wandb.", "vllm.", "logprob_diff_warning", "tensorboard.",
-           "slurm.", "ray.", "resume.", "dataset.path", "dataset.eval_path", "reward.max_failures")  # fmt: skip
+           "slurm.", "ray.", "resume.", "dataset.path", "dataset.eval_path", "reward.max_failures",
+           *(f"reward.judge.{name}" for name in ("base_url", "api_key_env", "max_concurrency", "retries", "timeout",
+                                                 "cache", "budget")))  # fmt: skip
 """Options that may change on resume: data and numerics are unaffected, or ``check_unchanged`` compares their effect."""
 LENGTHS = ("exp_ctrl.total_train_steps", "exp_ctrl.total_train_epochs")
 MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing",

@@ -9,9 +9,19 @@ from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
 from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
-from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
+from realhf.api.config import (
+    EnvConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    KLEstimator,
+    KLPlace,
+    LLMJudgeConfig,
+    RewardConfig,
+)
 from realhf.environments.loading import check_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
+from realhf.rewards.group.presets import GROUP_PRESETS, asks_model, check_group_fn, compares
+from realhf.rewards.llm_judge.option_checks import judge_problems
 from realhf.rewards.registry import (
     FORMAT,
     VERIFIERS,
@@ -37,15 +47,19 @@ def sampling_problems(name: str, gen: GenerationConfig) -> list[str]:
     ])  # fmt: skip
 
 
-def reward_problems(reward: RewardConfig) -> list[str]:
-    """Return the problems of the reward options, one line each, without running files or contacting services."""
+def reward_problems(reward: RewardConfig, n_responses: int) -> list[str]:
+    """Return the problems of the reward options, one line each, without running files or contacting services.
+
+    ``n_responses`` is the number of responses to a prompt that are judged together.
+    """
     fns = fns_of(reward)
-    names = names_of(fns)
+    names = names_of([*fns, *([reward.group_fn] if reward.group_fn else [])])
     remote = any(map(is_remote, fns))
     problems = unmet([
         (not reward.fns or reward.fn in VERIFIERS,
          f"reward.fn={reward.fn} and reward.fns={reward.fns}: set only one of them"),
-        (len(set(names)) == len(names), f"reward.fns: the names {', '.join(names)} must differ"),
+        (len(set(names)) == len(names),
+         f"reward.fns{' and group_fn' if reward.group_fn else ''}: the names {', '.join(names)} must differ"),
         (not reward.weights or len(reward.weights) == len(fns),
          f"reward.weights has {len(reward.weights)} numbers, but there are {len(fns)} rewards (reward.fns)"),
         (not reward.format_reward or any(map(builtin_verifier, fns)),
@@ -56,7 +70,28 @@ def reward_problems(reward: RewardConfig) -> list[str]:
          f"reward.token_env={reward.token_env}: this environment variable is not set or empty"),
     ])  # fmt: skip
     patterns = [f"{FORMAT}{reward.format_reward}"] if reward.format_reward else []
-    return problems + [line for fn in [*fns, *patterns] for line in check_fn(fn)]
+    problems += [line for fn in [*fns, *patterns] for line in check_fn(fn)]
+    return problems + group_problems(reward, n_responses)
+
+
+def group_problems(reward: RewardConfig, n_responses: int) -> list[str]:
+    """Return the problems of ``reward.group_fn`` and of the options of a language model."""
+    group_fn = reward.group_fn
+    if not group_fn:
+        return unmet([
+            (reward.judge == LLMJudgeConfig(), "reward.judge has options, but no reward.group_fn asks it"),
+            (reward.group_weight == 1, "reward.group_weight has no effect without reward.group_fn"),
+        ])  # fmt: skip
+    if problems := check_group_fn(group_fn):
+        return problems
+    problems = unmet([
+        (asks_model(group_fn) or reward.judge == LLMJudgeConfig(),
+         f"reward.judge has options, but reward.group_fn={group_fn} asks no language model"),
+        (n_responses > 1 or not compares(group_fn),
+         f"reward.group_fn={group_fn} compares the responses to a prompt, but there is one; set ppo.group_size (or "
+         "sampling.n)"),
+    ])  # fmt: skip
+    return problems + (judge_problems(group_fn, reward.judge) if asks_model(group_fn) else [])
 
 
 def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str]:
@@ -128,6 +163,9 @@ def score_range(reward: RewardConfig) -> tuple[float, float]:
         elif fn.startswith(FORMAT):
             scores = [0.0, 1.0]
         weighted = [weight * score for score in scores] if weight else [0.0]
+        low, high = low + min(weighted), high + max(weighted)
+    if reward.group_fn and (weight := reward.group_weight):
+        weighted = [weight * score for score in ((0.0, 1.0) if reward.group_fn in GROUP_PRESETS else (-inf, inf))]
         low, high = low + min(weighted), high + max(weighted)
     return low, high
 

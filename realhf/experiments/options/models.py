@@ -103,6 +103,16 @@ class RewardModels:
         combine = InterfaceSpec("ensemble", {"ensemble": to_plain(self.ensemble), "ppo": to_plain(ppo)})
         return [*members, MFC("rew_inf", None, Kind.INFERENCE, combine, ("prompt_mask", *scores), ("rewards",), batch)]
 
+    @property
+    def is_set(self) -> bool:
+        return has_model(self.rew) or bool(self.ensemble.members)
+
+    def score_calls(self, batch: int) -> list[MFC]:
+        """Return the calls that end with one whose output is ``model_scores``, to which another call adds its own."""
+        *members, last = self.calls(PPOConfig(), batch)
+        key = "model_scores"
+        return [*members, replace(last, name=f"rew_{len(members)}_inf", outputs=(key,), aliases=((key, "rewards"),))]
+
     def problems(self) -> list[str]:
         ensemble, rew = self.ensemble, self.rew.path or self.rew.config
         duplicates = sorted({path for path in ensemble.members if ensemble.members.count(path) > 1})
@@ -185,6 +195,9 @@ def episode_rewards(name: str, ppo: PPOConfig, batch: int, model_scores: tuple[s
     return MFC(name, None, Kind.INFERENCE, interface, inputs, ("rewards",), batch)
 
 
-def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:
+def verifier_call(
+    name: str, reward: RewardConfig, ppo: PPOConfig, batch: int, model_scores: tuple[str, ...] = ()
+) -> MFC:
+    """Return the call that verifies responses, and adds ``model_scores`` of a reward model to the rewards."""
     interface = InterfaceSpec("verifier", {"reward": to_plain(reward), "ppo": to_plain(ppo)})
-    return MFC(name, None, Kind.INFERENCE, interface, (*RESPONSE, "row"), ("rewards",), batch)
+    return MFC(name, None, Kind.INFERENCE, interface, (*RESPONSE, "row", *model_scores), ("rewards",), batch)

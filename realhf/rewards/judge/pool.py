@@ -16,8 +16,9 @@ from typing import Protocol
 
 from realhf.api.config import RewardConfig
 from realhf.base.errors import UserError
+from realhf.rewards.group.presets import check_group_fn
 from realhf.rewards.registry import FORMAT, VERIFIERS, check_fn, is_remote
-from realhf.rewards.verdict import Item, Status, Verdict
+from realhf.rewards.verdict import Item, ResponseGroup, Status, Verdict
 
 EVENT_LOOP_GRACE_S = 1.0  # an event loop is stuck this long after a response's own deadline, which the child enforces
 
@@ -56,6 +57,8 @@ def judge_once(judges: Sequence[Judge], items: Sequence[Item]) -> list[list[Verd
 class JudgePool:
     """``processes`` children that judge with ``fn`` (not a URL), started by ``spawn`` or on first use.
 
+    ``is_group_wise``: ``fn`` is a ``reward.group_fn``, which judges all responses to a prompt.
+
     UserError for an invalid ``fn``, or a child that is not ready within ``startup_timeout`` seconds.
     """
 
@@ -67,17 +70,21 @@ class JudgePool:
         startup_timeout: float = 60.0,
         max_concurrency: int = 16,
         test_timeout: float = math.inf,
+        is_group_wise: bool = False,
     ) -> None:
         if timeout <= 0 or processes < 1 or max_concurrency < 1:
             raise UserError(
                 f"reward.timeout={timeout}, processes={processes}, max_concurrency={max_concurrency} must be positive"
             )
-        if problems := check_fn(fn):
+        if problems := check_group_fn(fn) if is_group_wise else check_fn(fn):
             raise UserError(problems)
+        option = "reward.group_fn" if is_group_wise else "reward.fn"
         path, colon, name = fn.rpartition(":")
         self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
         self._max_concurrency = max_concurrency
-        self.children = [JudgeProcess(self._fn, timeout, test_timeout, startup_timeout) for _ in range(processes)]
+        self.children = [
+            JudgeProcess(self._fn, timeout, test_timeout, startup_timeout, option) for _ in range(processes)
+        ]
 
     def spawn(self) -> None:
         """Start all children that do not run, without waiting until they are ready."""
@@ -92,27 +99,33 @@ class JudgePool:
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """Return the verdicts on the items, in order."""
-        pending = deque(enumerate(items))
+        return self._judge_all([{"prompt": prompt, "answer": answer, "row": row} for prompt, answer, row in items])
+
+    def judge_groups(self, groups: Sequence[ResponseGroup]) -> list[Verdict]:
+        """Return the verdict on each group, with ``scores``, in order; ``fn`` is a ``reward.group_fn``."""
+        return self._judge_all([{"prompt": g.prompt, "responses": g.responses, "row": g.row} for g in groups])
+
+    def _judge_all(self, requests: Sequence[dict]) -> list[Verdict]:
+        pending = deque(enumerate(requests))
         verdicts: dict[int, Verdict] = {}
 
-        def requests() -> Iterator[tuple[int, dict]]:
+        def taken() -> Iterator[tuple[int, dict]]:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 while pending:
-                    i, (prompt, response, row) = pending.popleft()
-                    yield i, {"prompt": prompt, "answer": response, "row": row}
+                    yield pending.popleft()
 
         def work(child: JudgeProcess) -> None:
-            verdicts.update(child.judge_all(requests(), self._max_concurrency))
+            verdicts.update(child.judge_all(taken(), self._max_concurrency))
 
         with ThreadPoolExecutor(len(self.children)) as threads:
-            futures = [threads.submit(work, child) for child in self.children[: len(items)]]
+            futures = [threads.submit(work, child) for child in self.children[: len(requests)]]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 pending.clear()  # after an error, the other threads finish their current response
         for future in futures:
             future.result()
-        return [verdicts[i] for i in range(len(items))]
+        return [verdicts[i] for i in range(len(requests))]
 
     def self_test(self) -> None:
         """Start the children and run the self-test of a built-in verifier; UserError for an unexpected verdict."""
@@ -137,9 +150,9 @@ class JudgePool:
 class JudgeProcess:
     """A `realhf.rewards.judge.server`, started on demand and replaced when it hangs or dies; not thread-safe."""
 
-    def __init__(self, fn: str, timeout: float, test_timeout: float, startup_timeout: float) -> None:
+    def __init__(self, fn: str, timeout: float, test_timeout: float, startup_timeout: float, option: str) -> None:
         self._fn, self._timeout, self._test_timeout = fn, timeout, test_timeout
-        self._startup_timeout = startup_timeout
+        self._startup_timeout, self._option = startup_timeout, option
         self._process: Popen[bytes] | None = None
         self._is_async: bool | None = None  # None until the process is ready
         self._received = b""
@@ -174,7 +187,7 @@ class JudgeProcess:
             problem = f" cannot be loaded: {reply['fatal']}" if "fatal" in reply else ""
         if problem:
             self.kill()
-            raise UserError(f"reward.fn={self._fn!r}{problem}")
+            raise UserError(f"{self._option}={self._fn!r}{problem}")
         self._is_async = bool(reply.get("asynchronous"))
 
     def judge_all(self, requests: Iterator[tuple[int, dict]], max_concurrency: int) -> Iterator[tuple[int, Verdict]]:
@@ -228,6 +241,8 @@ class JudgeProcess:
             return Verdict(0.0, Status.timeout, f"no verdict after {self._timeout:g} s (reward.timeout)")
         if "error" in reply:
             return Verdict(0.0, Status.error, str(reply["error"]), str(reply.get("traceback", "")))
+        if "scores" in reply:
+            return Verdict(0.0, Status.ok, scores=tuple(reply["scores"]))
         return Verdict(float(reply["score"]), Status.ok, str(reply.get("reason", "")))
 
     def kill(self) -> None:

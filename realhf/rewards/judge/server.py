@@ -1,9 +1,9 @@
 """The child process of a judge pool: ``python -m realhf.rewards.judge.server FN SECONDS [TEST_SECONDS]``.
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{prompt, answer, row}`` on
-stdin with ``{"score": x}`` or ``{"error": text}``, with the ``traceback`` of an exception, on stdout. Output of the
-reward function goes to stderr. The parent kills the process when a response exceeds its deadline; the process ends by
-itself when the parent exits.
+stdin with ``{"score": x}`` or ``{"error": text}``, with the ``traceback`` of an exception, on stdout. A group-wise
+function gets ``{prompt, responses, row}``, and the reply has ``scores``. Output of the reward function goes to stderr.
+The parent kills the process when a response exceeds its deadline; the process ends by itself when the parent exits.
 
 For an ``async def`` function the first line includes ``"asynchronous": true``. The process then accepts further
 requests while earlier ones are in progress, enforces the deadline of each (``{"timeout": true}``), and repeats the
@@ -20,7 +20,8 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from realhf.base.child_process import (
@@ -32,12 +33,14 @@ from realhf.base.child_process import (
     send,
     take_over_streams,
 )
-from realhf.rewards.registry import RewardFn, load_reward
+from realhf.rewards.group.presets import GROUP_PRESETS
+from realhf.rewards.registry import load_reward
 from realhf.rewards.verdict import ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
 
-AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
+AnyRewardFn = Callable[[str, Any, dict], Any]  # of a response, or of all responses to a prompt
+AsyncRewardFn = Callable[[str, Any, dict], Awaitable[Any]]
 
 
 def main(fn: str, seconds: float, test_seconds: float = math.inf) -> None:
@@ -48,7 +51,8 @@ def main(fn: str, seconds: float, test_seconds: float = math.inf) -> None:
     threading.Thread(target=die_with_parent, args=(requests, seconds), daemon=True).start()
     limit(resource.RLIMIT_DATA, MEMORY_LIMIT)
     try:
-        reward: Any = load_reward(fn, seconds, test_seconds)
+        preset = GROUP_PRESETS.get(fn)
+        reward: Any = preset.load() if preset and preset.load else load_reward(fn, seconds, test_seconds)
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
@@ -65,10 +69,13 @@ def main(fn: str, seconds: float, test_seconds: float = math.inf) -> None:
     os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that the judged code left running
 
 
-def judge(reward: RewardFn, request: dict) -> dict[str, object]:
-    """Return ``{"score": x}``, or ``{"error": text}`` if the function raised or did not return a finite number."""
+def judge(reward: AnyRewardFn, request: dict) -> dict[str, object]:
+    """Return ``{"score": x}``, or ``{"error": text}`` if the function raised or did not return a finite number.
+
+    For a group, ``{"scores": [x, ...]}``.
+    """
     try:
-        return score_reply(reward(request["prompt"], request["answer"], request["row"]))
+        return reply_of(request, reward(*arguments_of(request)))
     except (Exception, SystemExit) as error:
         return error_reply(error)
 
@@ -94,7 +101,7 @@ async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) ->
 
     async def judged() -> dict[str, object]:
         try:
-            return score_reply(await reward(request["prompt"], request["answer"], request["row"]))
+            return reply_of(request, await reward(*arguments_of(request)))
         except (Exception, SystemExit) as error:
             return error_reply(error)
 
@@ -102,6 +109,29 @@ async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) ->
         return await asyncio.wait_for(judged(), seconds)
     except asyncio.TimeoutError:
         return {"timeout": True}
+
+
+def arguments_of(request: dict) -> tuple[str, Any, dict]:
+    return request["prompt"], request["responses"] if "responses" in request else request["answer"], request["row"]
+
+
+def reply_of(request: dict, result: object) -> dict[str, object]:
+    return scores_reply(result, len(request["responses"])) if "responses" in request else score_reply(result)
+
+
+def scores_reply(scores: object, n: int) -> dict[str, object]:
+    """Return the reply for the result of a group-wise function of ``n`` responses."""
+    if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping | set | frozenset):
+        return {"error": f"the result is {scores!r:.100}, a {type(scores).__name__}; it must be a list of {n} numbers"}
+    values = list(islice(scores, n + 1))
+    if len(values) != n:
+        found = "more" if len(values) > n else str(len(values))
+        return {"error": f"the result has {found} scores, it must have one for each of the {n} responses"}
+    replies = [score_reply(value) for value in values]
+    for number, reply in enumerate(replies):
+        if "error" in reply:
+            return {"error": f"score {number}: {reply['error']}"}
+    return {"scores": [reply["score"] for reply in replies]}
 
 
 def score_reply(score: object) -> dict[str, object]:

@@ -168,7 +168,7 @@ class Telemetry:
         metrics["flops/model_per_s"] = done.flops.total() / seconds
         metrics |= self._utilisation(done, metrics)
         for name, (value, weight) in sorted(done.sums.items()):
-            metrics[name] = value / weight if weight else 0.0
+            metrics[name] = value / weight if weight else value
         metrics |= _aliased(metrics, METRIC_ALIASES)
         if expected := self.run.expected:
             word = "predicted" if expected.is_measured else "limit"
@@ -222,7 +222,9 @@ class Telemetry:
         parts = [self._steps.pop(step) for step in range(schedule.first_step, schedule.n_steps) if step in self._steps]
         sums = sum_stats([part.sums for part in parts])
         seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
-        means = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
+        means = {
+            n: value / weight if weight else value for n, (value, weight) in sorted(sums.items()) if weight or value
+        }
         metrics = {**_aliased(means, EVAL_ALIASES), "eval/prompts": float(self.run.n_held_out), **means}
         counts = {name: sums[name][1] for name in means}
         self.evaluation = {"step": step, "seconds": seconds, "metrics": metrics, "counts": counts}

@@ -84,7 +84,7 @@ def test_health_lists_the_rewards(address: str) -> None:
 
 def test_math_through_a_remote_judge(address: str, token: str) -> None:
     config = RewardConfig(fn=f"{address}/judge?fn=math", token_env=token)
-    assert reward_problems(config) == []
+    assert reward_problems(config, 1) == []
     judge = open_judge(config.fn, config)
     judge.self_test()
     items = [("Q", f"#### {n}", {"solutions": ["#### 5"]}) for n in range(20)]

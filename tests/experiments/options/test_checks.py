@@ -49,7 +49,7 @@ def test_task_of_the_dataset_rows(options: dict, task: Task) -> None:
 )
 def test_invalid_options(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("X", raising=False)
-    (problem,) = reward_problems(RewardConfig(**options))
+    (problem,) = reward_problems(RewardConfig(**options), 1)
     assert problem.startswith(start)
 
 
@@ -58,5 +58,6 @@ def test_valid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.py").write_text("async def reward(prompt, answer, row): return 1.0\n")
     fns = ["math", "http://host/judge", f"{tmp_path}/r.py:reward", "format:.*"]
     assert (
-        reward_problems(RewardConfig(fns=fns, weights=[1.0, -0.5, 0.0, 2.0], token_env="X", format_reward=".*")) == []
+        reward_problems(RewardConfig(fns=fns, weights=[1.0, -0.5, 0.0, 2.0], token_env="X", format_reward=".*"), 1)
+        == []
     )

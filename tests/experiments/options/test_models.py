@@ -71,4 +71,4 @@ def test_scores_that_cannot_be_normalised(tmp_path: Path) -> None:
     experiment.score.type = RewardModelType.process
     assert "score.type=process returns probabilities" in experiment.problems()[0]
     verified = PPOMathExperiment(score=ScoreConfig(normalise=True)).problems()
-    assert "rew or score have options, but rewards come from reward.fn; for a reward model use ppo" in verified
+    assert "score or ensemble has options, but there is no reward model: set rew.path or ensemble.members" in verified

@@ -1,0 +1,1 @@
+"""Group-wise rewards: scores of all responses to a prompt together."""

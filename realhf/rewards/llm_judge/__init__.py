@@ -1,0 +1,1 @@
+"""Rewards from a language model behind an OpenAI-compatible endpoint."""
