@@ -11,7 +11,7 @@ from tests.conftest import Task
 from tests.integration.conftest import Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-STEPS = 5
+STEPS = 3
 KINDS = ("following reference", "no critic", "routed experts")
 PLACES = {  # mesh, and degrees of data, tensor and pipeline parallelism
     "actor_gen": ("0-3", 4, 1, 1),
