@@ -6,7 +6,9 @@ from math import inf
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
+from realhf.api.config.option import FINITE, FRACTION
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
+from realhf.api.curriculum import CurriculumRules
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.machine import EnvironmentLoad
@@ -55,6 +57,9 @@ class PPOExperiment(Experiment):
     actor_train: MFCConfig = opt(MFCConfig, "actor training")
     critic_train: MFCConfig = opt(MFCConfig, "critic training")
     ppo: PPOConfig = opt(PPOConfig, "the algorithm")
+    dataset_filter_threshold: float = opt(100.0, "prompts with a larger mean reward can leave the data", FINITE)
+    dataset_max_filter_percentage: float = opt(0.0, "largest fraction of the prompts that leave the data before a new "
+                                                    "epoch, highest mean reward first; 0: none", FRACTION)  # fmt: skip
     env: EnvConfig = opt(EnvConfig, "an environment: multi-turn rollouts with its rewards")
     evaluation: EvaluationConfig = opt(EvaluationConfig, "sampling on held-out prompts")
 
@@ -166,6 +171,10 @@ class PPOExperiment(Experiment):
                              init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
         return {**roles, "critic": RoleSpec(critic, scalar_head=True)}
 
+    def curriculum_rules(self) -> CurriculumRules:
+        return replace(super().curriculum_rules(), filter_threshold=self.dataset_filter_threshold,
+                       max_filtered=self.dataset_max_filter_percentage)  # fmt: skip
+
     def sampling_options(self) -> GenerationConfig | None:
         return self.ppo.gen
 
@@ -207,6 +216,8 @@ class PPOExperiment(Experiment):
             (self.has_reference or self.ref == ModelSpec(), "ref has options, but ppo.kl_in=none uses no reference"),
             (has_model(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
+            (self.dataset_max_filter_percentage or self.dataset_filter_threshold == 100.0,
+             f"dataset_filter_threshold={self.dataset_filter_threshold} needs dataset_max_filter_percentage"),
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
         ])  # fmt: skip

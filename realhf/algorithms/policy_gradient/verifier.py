@@ -100,7 +100,10 @@ class Verifier:
         weights = torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
         totals = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         totals[judged] = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(judged))
-        rewarded, reward_stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo)
+        right = dict(zip(judged, self.right(verdicts), strict=False))  # rows that are not judged have no reward
+        is_right = [right.get(i, False) for i in range(len(batch))] if right else []
+        totals = totals.to(batch["tokens"].device)
+        rewarded, reward_stats = rewards_of(batch, totals, self.config.ppo, self.context.report_results, is_right)
         stats |= reward_stats | self.accuracy_stats(verdicts)
         if formats:
             stats["format_ok"] = (float(sum(format_ok)), float(len(judged)))
@@ -129,6 +132,11 @@ class Verifier:
         if all(max(column) <= worst for column in scores):
             raise ValueError(f"all {len(scores[0])} responses are wrong (reward.check_verifier_status is set)")
 
+    def right(self, verdicts: Sequence[Sequence[Verdict]]) -> list[bool]:
+        """Return which responses are correct by the first built-in verifier; nothing without one."""
+        columns = (column for fn, column in zip(self.fns, verdicts, strict=True) if builtin_verifier(fn))
+        return [verdict.score > 0 for verdict in next(columns, ())]
+
     def accuracy_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
         """Return the accuracy of the first built-in verifier."""
         stats = Stats()
@@ -136,7 +144,7 @@ class Verifier:
             if (kind := builtin_verifier(fn)) is None:
                 continue
             count = float(len(column))
-            stats["accuracy"] = (float(sum(v.score > 0 for v in column)), count)
+            stats["accuracy"] = (float(sum(self.right(verdicts))), count)
             if VERIFIERS[kind].task is Task.code:
                 reasons = Counter(v.detail for v in column if v.status is Status.ok)
                 stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
