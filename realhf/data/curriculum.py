@@ -3,7 +3,6 @@
 Without a curriculum ``order.py`` alone determines the rows.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, pairwise
@@ -37,13 +36,13 @@ class RowResult(NamedTuple):
 
 @dataclass
 class SourceState:
-    """The position in a source: the epoch, its remaining rows, and the rows that it leaves out.
+    """The position in a source: the epoch, its remaining rows, the next one last, and the rows that it leaves out.
 
     ``debt`` is the number of prompts by which the source is behind its share.
     """
 
     epoch: int = -1
-    queue: deque[int] = field(default_factory=deque)
+    rest: list[int] = field(default_factory=list)
     left_out: frozenset[int] = frozenset()
     debt: float = 0.0
 
@@ -87,7 +86,7 @@ class Curriculum:
         self._starts = [0, *accumulate(sizes)]
         if state is None or state.sizes != self.sizes:  # the remembered rows are others now
             state = CurriculumState(self.sizes, tuple(SourceState() for _ in sizes))
-        self._sources = [replace(source, queue=deque(source.queue)) for source in state.sources]
+        self._sources = [replace(source, rest=[*source.rest]) for source in state.sources]
         self._memory = {result.row: result for result in state.memory}
         self._filtered = set(state.filtered)
         self._pending = {step: [*results] for step, results in state.pending}
@@ -138,7 +137,7 @@ class Curriculum:
         """Return the state after ``step`` finished steps; results of later ones are computed again."""
         return CurriculumState(
             self.sizes,
-            tuple(replace(source, queue=deque(source.queue)) for source in self._sources),
+            tuple(replace(source, rest=[*source.rest]) for source in self._sources),
             tuple(sorted(self._memory.values())),
             tuple(sorted(self._filtered)),
             tuple((s, tuple(sorted(results))) for s, results in sorted(self._pending.items()) if s < step),
@@ -168,9 +167,9 @@ class Curriculum:
         debts = [source.debt for source in self._sources]
         rows = []
         for number in draw_sources(self.rules.shares_at(step), debts, n):
-            if not self._sources[number].queue:
+            if not self._sources[number].rest:
                 self._begin_epoch(number, step)
-            rows.append(self._sources[number].queue.popleft())
+            rows.append(self._sources[number].rest.pop())
         for source, debt in zip(self._sources, debts, strict=True):
             source.debt = debt
         return rows
@@ -190,8 +189,8 @@ class Curriculum:
         active = [row for row in active if row not in self._filtered]
         rates = {row: known[row].pass_rate for row in active if row in known and self._is_recent(known[row], source)}
         left_out = rows_outside(active, rates, self.rules.band_at(step), least)
-        source.queue = deque(row for row in active if row not in left_out)
-        source.left_out = frozenset(order) - {*source.queue}
+        source.rest = [row for row in reversed(active) if row not in left_out]
+        source.left_out = frozenset(order) - {*source.rest}
 
     def _is_recent(self, result: RowResult, source: SourceState) -> bool:
         """Return True if a result may still leave its row out of the epoch that begins."""
