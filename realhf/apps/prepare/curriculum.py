@@ -53,12 +53,3 @@ def band_problems(options: CurriculumConfig) -> list[str]:
     if options.ramp_steps and not finals:
         problems.append(f"{section}.ramp_steps={options.ramp_steps}: no final value is set")
     return problems
-
-
-def unused_options(data: DatasetConfig, experiment: str) -> list[str]:
-    """Return a problem if an experiment that needs every row once, in order, has several sources or a curriculum."""
-    if not data.paths and data.curriculum == CurriculumConfig():
-        return []
-    return [
-        f"dataset.paths and dataset.curriculum are not for {experiment}, which reads every row of dataset.path once"
-    ]

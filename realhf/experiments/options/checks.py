@@ -8,7 +8,16 @@ from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
-from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
+from realhf.api.config import (
+    CurriculumConfig,
+    DatasetConfig,
+    EnvConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    KLEstimator,
+    KLPlace,
+    RewardConfig,
+)
 from realhf.environments.loading import check_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.rewards.registry import (
@@ -95,6 +104,12 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
     problems += CORRECTIONS[ppo.importance.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
+
+
+def unused_curriculum(data: DatasetConfig, name: str) -> list[str]:
+    """Return a problem if an experiment that reads every row once has several sources or a curriculum."""
+    is_plain = not data.paths and data.curriculum == CurriculumConfig()
+    return [] if is_plain else [f"dataset.paths and dataset.curriculum: {name} reads every row of dataset.path once"]
 
 
 def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
