@@ -33,6 +33,12 @@ class RowResult(NamedTuple):
     def pass_rate(self) -> float:
         return self.n_passed / self.n
 
+    def merged(self, later: "RowResult") -> "RowResult":
+        """Return the result of both, of a row that a step has sampled twice."""
+        n = self.n + later.n
+        mean = (self.mean * self.n + later.mean * later.n) / n
+        return RowResult(self.row, later.time, n, self.n_passed + later.n_passed, mean)
+
 
 @dataclass
 class SourceState:
@@ -114,7 +120,8 @@ class Curriculum:
         """Forget the rows of a finished step, and return its metrics."""
         rules, span = self.rules, self.schedule.span(step)
         chosen, own = self._chosen.pop(step), span.stop - span.start
-        metrics = {"prompts/active": float(sum(self.sizes) - sum(len(source.left_out) for source in self._sources))}
+        used = zip(self.sizes, self._sources, rules.shares_at(step), strict=True)
+        metrics = {"prompts/active": float(sum(n - len(source.left_out) for n, source, share in used if share > 0))}
         if len(rules.names) > 1:
             counts = np.bincount(np.searchsorted(self._starts, chosen[:own], "right") - 1, minlength=len(self.sizes))
             metrics |= {f"prompts/source_{name}": n / own for name, n in zip(rules.names, counts.tolist(), strict=True)}
@@ -122,8 +129,9 @@ class Curriculum:
             return metrics
         known, now = dict(self._memory), self._pending.get(step, [])
         for number in sorted(number for number in self._pending if number <= step):
-            known |= {result.row: result for result in sorted(self._pending[number], key=lambda r: r.time)}
-        metrics["prompts/left_out"] = float(sum(self.sizes) - metrics["prompts/active"] - len(self._filtered))
+            known |= merged_results(self._pending[number])
+        n_out = sum(len(source.left_out - self._filtered) for source in self._sources)
+        metrics["prompts/left_out"] = float(n_out)
         metrics["prompts/filtered"] = float(len(self._filtered))
         metrics["prompts/unseen"] = float(sum(self.sizes) - len(known))
         if known:
@@ -152,15 +160,12 @@ class Curriculum:
 
     def _choose(self, step: int) -> None:
         for number in sorted(number for number in self._pending if number <= step - self.lag):
-            for result in sorted(self._pending.pop(number), key=lambda r: r.time):
-                source = self._sources[self._source_of(result.row)]
-                self._memory[result.row] = result._replace(time=source.epoch)
+            for row, result in merged_results(self._pending.pop(number)).items():
+                source = self._sources[int(np.searchsorted(self._starts, row, "right")) - 1]
+                self._memory[row] = result._replace(time=source.epoch)
         span = self.schedule.span(step)
         own = self._take(step, span.stop - span.start)
         self._chosen[step] = (*own, *self._replacements(step, own))
-
-    def _source_of(self, row: int) -> int:
-        return int(np.searchsorted(self._starts, row, "right")) - 1
 
     def _take(self, step: int, n: int) -> list[int]:
         """Take the next ``n`` rows from the sources."""
@@ -213,6 +218,14 @@ class Curriculum:
             found = [part[(part >= start) & (part < stop)] for part in (others, active)]
             by_source.append(cycle((found[0] if len(found[0]) else found[1]).tolist()))
         return [next(by_source[k]) for k in draw_sources(self.rules.shares_at(step), [0.0] * len(self.sizes), n)]
+
+
+def merged_results(results: Iterable[RowResult]) -> dict[int, RowResult]:
+    """Return the results of a step by row."""
+    found: dict[int, RowResult] = {}
+    for result in sorted(results, key=lambda result: result.time):
+        found[result.row] = found[result.row].merged(result) if result.row in found else result
+    return found
 
 
 def draw_sources(shares: Sequence[float], debts: list[float], n: int) -> list[int]:

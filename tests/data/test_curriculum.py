@@ -203,6 +203,17 @@ def test_a_pass_is_decided_by_the_verifier_or_by_the_reward() -> None:
     assert (metrics["prompts/all_right"], metrics["prompts/all_wrong"]) == (1 / 3, 1 / 3)
 
 
+def test_a_prompt_that_a_step_samples_twice_has_one_result() -> None:
+    schedule = make_train_schedule(1, 1, epochs=2, max_steps=None, resamples=1)
+    chosen = build(CurriculumRules(band=(0.1, 0.9)), (1,), schedule, lag=1)
+    assert chosen.rows(replace(schedule.span(0), stop=2)) == (0, 0)
+    chosen.record(0, [PromptResult(1, (1.0, 4.0, -1.0)), PromptResult(0, (-1.0,))])
+    assert chosen.finish(0)["prompts/pass_rate"] == 0.5
+    chosen.rows(schedule.span(1))
+    ((_, _, n, n_passed, mean),) = chosen.state(1).memory
+    assert (n, n_passed, mean) == (4, 2, 0.75)
+
+
 RICH = CurriculumRules(
     band=(0.0, 1.0), final_band=(0.2, 0.8), recheck_epochs=1, filter_threshold=0.4, max_filtered=0.2,
     names=("easy", "hard"), weights=(3.0, 1.0), final_weights=(0.0, 1.0), ramp_steps=12, is_sorted=True,
@@ -235,6 +246,15 @@ def test_weights_move_to_the_final_ones() -> None:
     assert shares[0] == 0.75 and shares[21:] == [0.0] * 19 and sum(shares[:20]) * 4 == 32
     assert all(metrics["prompts/source_a"] + metrics["prompts/source_b"] == 1 for _, metrics in done)
     assert {key for key in done[0][1] if "source" not in key} == {"prompts/active"}, "no rewards are read"
+
+
+def test_a_source_of_weight_0_is_not_active() -> None:
+    schedule = make_train_schedule(2, 9, epochs=2, max_steps=None, resamples=1)
+    chosen = build(CurriculumRules(names=("a", "b"), weights=(0, 1), band=(0.0, 0.6)), (5, 4), schedule)
+    for rows, metrics in run_steps(chosen, 0, schedule.n_steps):
+        assert min(rows) >= 5 and metrics["prompts/source_a"] == 0 and 2 <= metrics["prompts/active"] <= 4
+        assert metrics["prompts/active"] + metrics["prompts/left_out"] == 4
+    assert metrics["prompts/unseen"] == 5
 
 
 def test_sources_without_weights_are_mixed_by_size() -> None:
