@@ -120,8 +120,7 @@ class Curriculum:
         """Forget the rows of a finished step, and return its metrics."""
         rules, span = self.rules, self.schedule.span(step)
         chosen, own = self._chosen.pop(step), span.stop - span.start
-        used = zip(self.sizes, self._sources, rules.shares_at(step), strict=True)
-        metrics = {"prompts/active": float(sum(n - len(source.left_out) for n, source, share in used if share > 0))}
+        metrics = dict[str, float]()
         if len(rules.names) > 1:
             counts = np.bincount(np.searchsorted(self._starts, chosen[:own], "right") - 1, minlength=len(self.sizes))
             metrics |= {f"prompts/source_{name}": n / own for name, n in zip(rules.names, counts.tolist(), strict=True)}
@@ -130,7 +129,9 @@ class Curriculum:
         known, now = dict(self._memory), self._pending.get(step, [])
         for number in sorted(number for number in self._pending if number <= step):
             known |= merged_results(self._pending[number])
+        used = zip(self.sizes, self._sources, rules.shares_at(step), strict=True)
         n_out = sum(len(source.left_out - self._filtered) for source in self._sources)
+        metrics["prompts/active"] = float(sum(n - len(source.left_out) for n, source, share in used if share > 0))
         metrics["prompts/left_out"] = float(n_out)
         metrics["prompts/filtered"] = float(len(self._filtered))
         metrics["prompts/unseen"] = float(sum(self.sizes) - len(known))
