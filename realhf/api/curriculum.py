@@ -1,5 +1,6 @@
 """What determines the choice of training rows besides seed and position, and the results that it remembers."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,5 +67,5 @@ def normalised_weights(weights: Sequence[float]) -> list[float]:
 
 def source_names(paths: list[str]) -> tuple[str, ...]:
     """Return the names of sources in metrics: those of the files without suffix, numbered if they are not unique."""
-    stems = [Path(path.partition(":")[0].rstrip("/")).name.partition(".")[0] for path in paths]
+    stems = [re.split("[.@]", Path(path.partition(":")[0]).name)[0] for path in paths]
     return tuple(stem if stems.count(stem) == 1 else f"{stem}_{i}" for i, stem in enumerate(stems))

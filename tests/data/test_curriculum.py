@@ -312,6 +312,6 @@ def test_names_of_sources() -> None:
     assert source_names(["/data/gsm8k.jsonl", "math.v2.parquet", "ORG/NAME@abc:main:train"]) == (
         "gsm8k",
         "math",
-        "NAME@abc",
+        "NAME",
     )
     assert source_names(["a/train.jsonl", "b/train.jsonl", "c/"]) == ("train_0", "train_1", "c")

@@ -1,4 +1,4 @@
-"""The master tells workers the rows of a step; neither the order of replies nor the layout changes them."""
+"""The master tells workers the rows of a step, which depend on no timing and no layout."""
 
 from collections.abc import Callable
 from dataclasses import replace

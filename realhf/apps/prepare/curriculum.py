@@ -1,5 +1,7 @@
 """Checks of the sources of training data and of the curriculum."""
 
+from collections.abc import Sequence
+
 from realhf.api.config import CurriculumConfig, DatasetConfig
 from realhf.api.config.option import leaves
 from realhf.api.experiment import Experiment, Task
@@ -35,6 +37,13 @@ def source_problems(data: DatasetConfig) -> list[str]:
         elif weights and not sum(weights):
             problems.append(f"{key}={weights}: one weight must be positive")
     return problems
+
+
+def empty_sources(experiment: Experiment, sizes: Sequence[int]) -> list[str]:
+    """Return the sources of which all rows are held out."""
+    empty = [path for path, size in zip(experiment.dataset.sources, sizes, strict=True) if not size]
+    fraction = experiment.dataset.eval_fraction
+    return [f"dataset.eval_fraction={fraction} holds out all rows of {path}; set dataset.eval_path" for path in empty]
 
 
 def band_problems(options: CurriculumConfig) -> list[str]:

@@ -19,7 +19,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
-from realhf.apps.prepare.curriculum import curriculum_problems
+from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
@@ -174,7 +174,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
     if plan and launching:
         findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
-        findings.invalid += size_problems(experiment, rows, held_out, models)
+        findings.invalid += size_problems(experiment, rows, held_out, models) + empty_sources(experiment, rows.sizes)
     if device:
         machine = findings.attempt(lambda: machine_of(experiment, device, known, roles))
     findings.report()
