@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from realhf.apps.commands.quickstart import read_words
-from realhf.apps.prepare.curriculum import curriculum_problems
+from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.base.errors import UserError
 
 SECTION = "dataset.curriculum"
@@ -78,3 +78,9 @@ def test_ranges() -> None:
     for word in ("dataset.weights=[1,-1]", "dataset_max_filter_percentage=1.1", "dataset_filter_threshold=nan"):
         with pytest.raises(UserError, match="must be"):
             read_words("grpo", [word])
+
+
+def test_a_source_without_training_rows_is_named() -> None:
+    config: Any = read_words("sft", ["dataset.paths=[a,b]", "dataset.eval_fraction=0.5"])[0]
+    assert empty_sources(config, (3, 1)) == []
+    assert empty_sources(config, (3, 0)) == ["dataset.eval_fraction=0.5 holds out all rows of b; set dataset.eval_path"]

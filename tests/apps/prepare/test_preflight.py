@@ -74,18 +74,6 @@ def problems(experiment: Any, paths: RunDir) -> list[str]:
     return caught.value.problems
 
 
-def test_a_source_without_training_rows_is_named(ppo: PPOMathExperiment, paths: RunDir, tmp_path: Path) -> None:
-    """Of 18 rows 17 are held out."""
-    single = tmp_path / "single.jsonl"
-    single.write_text(Path(ppo.dataset.path).read_text().splitlines()[0] + "\n")
-    ppo.dataset.paths, ppo.dataset.path = [ppo.dataset.path, str(single)], ""
-    ppo.dataset.eval_fraction, ppo.dataset.train_bs_n_seqs = 0.97, 1
-    ppo.ppo.ppo_n_minibatches = 1
-    assert "dataset.eval_fraction=0.97 holds out all rows of " in one(ppo, paths)
-    ppo.dataset.eval_fraction = 0.0
-    assert preflight("x", ppo, paths).source_rows == (17, 1)
-
-
 def one(experiment: Any, paths: RunDir) -> str:
     (problem,) = problems(experiment, paths)
     return problem
