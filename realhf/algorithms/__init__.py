@@ -27,6 +27,7 @@ INTERFACES: dict[str, str] = {
     "ppo_critic": "realhf.algorithms.policy_gradient.ppo:PPOCritic",
     "reward_model": "realhf.algorithms.reward_model.reward_model:RewardModel",
     "sft": "realhf.algorithms.sft:SFT",
+    "teacher": "realhf.algorithms.distillation.teacher:Teacher",
     "verifier": "realhf.algorithms.policy_gradient.verifier:Verifier",
     "vine_advantages": "realhf.algorithms.vineppo.vineppo:VineAdvantages",
     "vine_rollouts": "realhf.algorithms.vineppo.vineppo:VineRollouts",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import token_weights
+from realhf.algorithms.policy_gradient.losses.actor_loss import token_weights
 from realhf.algorithms.policy_gradient.ppo_formulas import response_mask
 from realhf.algorithms.stats import stats_of
 from realhf.api.config import LossAggregation, opt

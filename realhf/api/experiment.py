@@ -1,7 +1,7 @@
 """What an experiment declares: its graph, its models and its data, or several consecutive runs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -92,6 +92,10 @@ class Experiment(ExperimentConfig):
 
     def problems(self) -> list[str]:
         """Return contradictions between options, one line each."""
+        return []
+
+    def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return reasons why the first row of the data, with these fields, does not fit the options."""
         return []
 
 

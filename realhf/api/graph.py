@@ -67,7 +67,10 @@ class MFC:
 
 @dataclass(frozen=True)
 class Sync:
-    """After each call of ``after``, ``target`` becomes eta * source + (1 - eta) * target."""
+    """After each call of ``after``, ``target`` becomes eta * source + (1 - eta) * target.
+
+    A target without calls is a moving average that is only evaluated and saved.
+    """
 
     after: str
     source: str
@@ -99,7 +102,7 @@ class Graph:
     def __post_init__(self) -> None:
         problems = graph_problems(self.mfcs, self.syncs, self.offloaded)
         if self.evaluation:
-            problems += _evaluation_problems(self.mfcs, self.evaluation)
+            problems += _evaluation_problems(self.mfcs, self.evaluation, self.roles)
         if problems:
             raise GraphError(problems, self.mfcs)
 
@@ -137,7 +140,14 @@ class Graph:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(m.role for m in self.mfcs if m.role is not None))
+        """The roles of calls, then the moving averages without calls."""
+        return tuple(dict.fromkeys([*(m.role for m in self.mfcs if m.role), *(sync.target for sync in self.syncs)]))
+
+    @property
+    def results(self) -> list[str]:
+        """The roles whose models are results of training: those that are trained, and their moving averages."""
+        called = {m.role for m in self.mfcs}
+        return [role for role in self.roles if self.trainer(role) or role not in called]
 
     @property
     def dataset_keys(self) -> tuple[str, ...]:
@@ -166,8 +176,8 @@ def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded:
     return problems
 
 
-def _evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> list[str]:
-    names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
+def _evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...], roles: Sequence[str]) -> list[str]:
+    names = {m.name for m in mfcs}
     problems = graph_problems(evaluation)
     for m in evaluation:
         if m.name in names:
@@ -221,8 +231,8 @@ def _role_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync], offloaded: Sequ
     for sync in syncs:
         if sync.after not in names:
             problems.append(f"role '{sync.target}' is synced with '{sync.source}' after unknown MFC '{sync.after}'")
-        problems += [f"sync after {sync.after}: no MFC has role '{r}'"
-                     for r in (sync.source, sync.target) if r not in roles]  # fmt: skip
+        if sync.source not in roles:
+            problems.append(f"sync after {sync.after}: no MFC has role '{sync.source}'")
     return problems + [f"offloaded: no MFC has role '{r}'" for r in offloaded if r not in roles]
 
 

@@ -28,6 +28,18 @@ class Outputs(Protocol):
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each token given its prefix, ``[T]`` float32; 0 at every row's first token."""
 
+    def distribution(self, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of ``ids``, ``[T, k]`` int64, in place of each token, and entropies, ``[T]``.
+
+        In nats, float32, with gradients; 0 at every row's first token. ``k`` may be 0.
+        """
+
+    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0) -> Tensor:
+        """Return the ``k`` most probable tokens below ``vocab`` in place of each token, then their log-probabilities.
+
+        ``[T, 2 k]`` float32 without gradients; 0 at every row's first token.
+        """
+
     def values(self) -> Tensor:
         """Return the scalar head's output at every token, ``[T]`` float32."""
 
@@ -59,7 +71,10 @@ class Engine(Protocol):
         """Number of training steps of the weights."""
 
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
-        """Run without gradients; return the results of ``fn``, ``[T]`` or ``[B]``, packed in the batch's row order."""
+        """Run without gradients; return the results of ``fn``, packed in the batch's row order.
+
+        They are ``[T]``, ``[T, c]`` or ``[B]``.
+        """
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False

@@ -51,6 +51,17 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def same_tokens(first: Path, second: Path) -> bool:
+    """Return whether two tokenizer.json files give equal tokens equal numbers; they may split texts differently."""
+    return first.read_bytes() == second.read_bytes() or _vocabulary(first) == _vocabulary(second)
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+
+
 def _tokenizer_class(folder: Path) -> Any:
     """Return ``AutoTokenizer``, or the class it would choose where that is certain: its import takes 2 s and torch."""
     config, model = (_json_object(folder / name) for name in ("tokenizer_config.json", "config.json"))

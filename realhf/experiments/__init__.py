@@ -18,6 +18,7 @@ EXPERIMENTS: dict[str, str] = {
     "grpo": "realhf.experiments.grpo:GRPOExperiment",
     "rloo": "realhf.experiments.grpo:RLOOExperiment",
     "reinforce-pp": "realhf.experiments.grpo:ReinforcePPExperiment",
+    "distill": "realhf.experiments.distill:DistillExperiment",
     "remax": "realhf.experiments.remax:ReMaxExperiment",
     "vineppo": "realhf.experiments.vineppo:VinePPOExperiment",
     "restem": "realhf.experiments.restem:RestEMExperiment",

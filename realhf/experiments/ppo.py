@@ -1,8 +1,11 @@
 """PPO with a reward model: six calls on four models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
+from realhf.algorithms.distillation.options import PLACEHOLDER, template_problems
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
@@ -24,6 +27,7 @@ from realhf.experiments.options.checks import (
 )
 from realhf.experiments.options.models import (
     COMPARED,
+    TEACHER_KEYS,
     RewardModels,
     episode_call,
     episode_rewards,
@@ -31,10 +35,15 @@ from realhf.experiments.options.models import (
     reference_problems,
     reference_role,
     sampling_call,
+    teacher_call,
+    teacher_problems,
 )
 
-TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
+TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages",
+                 *TEACHER_KEYS)  # fmt: skip
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
+
+AVERAGE = "actor_ema"
 
 
 @dataclass
@@ -47,11 +56,13 @@ class PPOExperiment(Experiment):
     rew: ModelSpec = opt(ModelSpec, "the reward model")
     score: ScoreConfig = opt(ScoreConfig, "scoring with the reward model")
     ensemble: EnsembleConfig = opt(EnsembleConfig, "several reward models instead of rew")
+    teacher: ModelSpec = opt(ModelSpec, "a teacher, whose log-probs the actor learns from (ppo.distill)")
     prm: ModelSpec = opt(ModelSpec, "a process reward model, whose step rewards are added (ppo.prm)")
     actor_gen: MFCConfig = opt(MFCConfig, "rollout")
     rew_inf: MFCConfig = opt(MFCConfig, "rewards")
     prm_inf: MFCConfig = opt(MFCConfig, "step rewards")
     ref_inf: MFCConfig = opt(MFCConfig, "reference log-probs")
+    teacher_inf: MFCConfig = opt(MFCConfig, "log-probs of the teacher")
     critic_inf: MFCConfig = opt(MFCConfig, "values")
     actor_inf: MFCConfig = opt(MFCConfig, "old log-probs of the actor (ppo.recompute_logprobs)")
     actor_train: MFCConfig = opt(MFCConfig, "actor training")
@@ -93,6 +104,11 @@ class PPOExperiment(Experiment):
     def has_reference(self) -> bool:
         return self.ppo.kl_in is not KLPlace.none
 
+    @property
+    def teacher_role(self) -> str | None:
+        """The role of the teacher: with a prompt of its own and no model, the actor."""
+        return "teacher" if has_model(self.teacher) else "actor" if self.ppo.distill.prompt else None
+
     def graph(self) -> Graph:
         ppo, batch = self.ppo, self._batch
         actor, critic = (InterfaceSpec(name, to_plain(ppo)) for name in ("ppo_actor", "ppo_critic"))
@@ -111,6 +127,8 @@ class PPOExperiment(Experiment):
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if ppo.recompute_logprobs:
             mfcs.append(MFC("actor_inf", "actor", Kind.INFERENCE, actor, rows, ("prox_logprobs",), batch))
+        if self.teacher_role:
+            mfcs.append(teacher_call(self.teacher_role, ppo, rows, batch))
         if not ppo.disable_value:
             mfcs.append(MFC("critic_inf", "critic", Kind.INFERENCE, critic, rows, ("values",), batch))
         mfcs += self.more_mfcs()
@@ -118,8 +136,9 @@ class PPOExperiment(Experiment):
         if not ppo.disable_value:
             mfcs.append(MFC("critic_train", "critic", Kind.TRAIN, critic, inputs, (), batch, ppo.ppo_n_minibatches))
         mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, inputs, (), batch, ppo.ppo_n_minibatches))
-        syncs = () if ppo.ref_ema_eta is None else (Sync("actor_train", "actor", "ref", ppo.ref_ema_eta),)
-        frozen = {"ref", "prm", *self.reward_roles()}
+        averages = {"ref": ppo.ref_ema_eta, "teacher": ppo.distill.ema_eta, AVERAGE: ppo.actor_ema_eta}
+        syncs = tuple(Sync("actor_train", "actor", role, eta) for role, eta in averages.items() if eta is not None)
+        frozen = {"ref", "teacher", "prm", *self.reward_roles()}
         offloaded = tuple(role for role, model in self.roles().items() if role in frozen and model.spec.offload)
         return Graph(tuple(mfcs), syncs, offloaded, tuple(self.eval_mfcs()))
 
@@ -131,10 +150,11 @@ class PPOExperiment(Experiment):
         return MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), outputs, self._batch)
 
     def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
+        role = "actor" if self.ppo.actor_ema_eta is None else AVERAGE
         if self.env.cls:
             env = replace(self.env, partial_tokens=None)
-            return episode_call("eval_gen", "actor", env, sampling, sampling.n, self._batch)
-        return sampling_call("eval_gen", "actor", sampling, self._batch)
+            return episode_call("eval_gen", role, env, sampling, sampling.n, self._batch)
+        return sampling_call("eval_gen", role, sampling, self._batch)
 
     def more_mfcs(self) -> list[MFC]:
         """Return the calls that an algorithm adds between rewards and training."""
@@ -158,9 +178,13 @@ class PPOExperiment(Experiment):
 
     def roles(self) -> dict[str, RoleSpec]:
         roles = {"actor": RoleSpec(self.actor)}
+        if self.ppo.actor_ema_eta is not None:
+            roles[AVERAGE] = RoleSpec(replace(self.actor, gradient_checkpointing=False), starts_as="actor")
         if self.has_reference:
             roles["ref"] = reference_role(self.ref, self.actor)
         roles |= self.reward_roles()
+        if self.teacher_role == "teacher":
+            roles["teacher"] = RoleSpec(self.teacher)
         if has_model(self.prm):
             roles["prm"] = RoleSpec(self.prm, scalar_head=True)
         if self.ppo.disable_value:
@@ -227,9 +251,14 @@ class PPOExperiment(Experiment):
             problems += unmet([(is_plain, "env.cls: this algorithm is for single responses; use grpo, rloo, "
                                           "reinforce-pp, ppo-math or ppo")])  # fmt: skip
         problems += reference_problems(self.ref, self.actor)
+        problems += teacher_problems(self.teacher, self.ppo, bool(self.env.cls), self.actor)
         problems += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)
         return problems + self._reward_models.problems()
 
     def warnings(self) -> list[str]:
         env = env_warnings(self.env, self.ppo) if self.env.cls else []
         return ppo_warnings(self.ppo, self.max_staleness) + truncation_warnings(self.ppo, self.score_range()) + env
+
+    def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
+        template = self.ppo.distill.prompt
+        return template_problems(template, fields) if template.count(PLACEHOLDER) == 1 else []

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,11 @@ from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
+from realhf.models.token_head import TokenHead
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
-from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
+from realhf.ops.logprobs import FULL_VOCAB, VocabShard
 from realhf.ops.norms import Rotary, rotate
 from realhf.ops.rows import RowLayout, on_device
 from realhf.ops.varlen import CachedRows, VarlenKernel
@@ -358,17 +358,15 @@ class Transformer:
 
         ``prev_index`` (``[T]`` int64) is each token's predecessor (-1: none), by default the adjacent token of its row.
         """
-        states = self.tp_region(len(tokens)).copy_to_tp(hidden)
+        return self.token_head(hidden, lengths, prev_index).logprobs(tokens, temperature)
+
+    def token_head(self, hidden: Tensor, lengths: Sequence[int], prev_index: Tensor | None = None) -> TokenHead:
+        """Return the head at the hidden states of packed tokens. Collective over ``tp``."""
         is_trained = self.params.grad is not None and self._head_name in self.params.names
         add_to = self.params.grad_view(self._head_name) if is_trained else None
-        score = partial(packed_logprobs, softcap=self.config.logit_softcap, shard=self._vocab_shard, add_to=add_to)
-        if prev_index is not None:
-            states = states.index_select(0, prev_index.clamp(min=0))
-            return score(states, self.head, tokens, temperature).masked_fill(prev_index < 0, 0.0)
-        starts = [start for start, n in zip(accumulate(lengths, initial=0), lengths, strict=False) if n]
-        firsts = on_device(torch.tensor(starts, dtype=torch.int64), tokens.device)
-        # each token predicts the next one; predictions across row boundaries are masked
-        return score(states, self.head, tokens.roll(-1), temperature).roll(1).index_fill(0, firsts, 0.0)
+        states = self.tp_region(sum(lengths)).copy_to_tp(hidden)
+        cap, shard = self.config.logit_softcap, self._vocab_shard
+        return TokenHead(states, lengths, prev_index, self.head, cap, shard, add_to)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse for values)."""

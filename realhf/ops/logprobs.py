@@ -69,15 +69,15 @@ class _PackedLogprobs(torch.autograd.Function):
             x_grad = torch.zeros(x.shape, device=x.device) if needs_hidden else None
             for start in range(0, weight.shape[0], n_words):
                 words = weight[start : start + n_words]
-                logits = _capped_(_product(x, words, buffer), softcap)
+                logits = capped_(_product(x, words, buffer), softcap)
                 cap_grad = 1 - (logits / softcap).square_() if softcap else None
                 slopes = logit_slopes_(logits, targets[rows] - start, normalisers[rows], logps[rows], grad_rows, scale)
                 if cap_grad is not None:
                     slopes = slopes.mul_(cap_grad)
                 if x_grad is not None:
-                    _add_product(x_grad, slopes, words)
+                    add_product(x_grad, slopes, words)
                 if needs_weight and total is not None:
-                    _add_product(total[start : start + n_words], slopes.t(), x)
+                    add_product(total[start : start + n_words], slopes.t(), x)
             if grad_hidden is not None and x_grad is not None:
                 grad_hidden[rows] = x_grad.to(hidden.dtype)
         grad_weight = total.to(weight.dtype) if total is not None and ctx.add_to is None else None
@@ -93,7 +93,7 @@ def _stats(
     buffer = _buffer(weight, targets.numel(), tile)
     for rows in (slice(start, start + n_tokens) for start in range(0, targets.numel(), n_tokens)):
         for start in range(0, weight.shape[0], n_words):
-            logits = _capped_(_product(hidden[rows], weight[start : start + n_words], buffer), softcap)
+            logits = capped_(_product(hidden[rows], weight[start : start + n_words], buffer), softcap)
             tile_max, tile_sums, tile_picked = logit_stats(logits, targets[rows] - start, scale)
             new_max = torch.maximum(largest[rows], tile_max)
             sums[rows] *= (largest[rows] - new_max).exp()
@@ -168,11 +168,11 @@ def _product(hidden: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
     return torch.mm(hidden, words.t(), out=buffer[: shape[0] * shape[1]].view(shape))
 
 
-def _capped_(logits: Tensor, softcap: float) -> Tensor:
+def capped_(logits: Tensor, softcap: float) -> Tensor:
     return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     else:

@@ -86,8 +86,8 @@ class RunSpec:
 
     @property
     def saved_roles(self) -> list[str]:
-        """Roles whose models are saved: the configured ones, or all trained ones."""
-        return self.config.save_roles or [role for role in self.graph.roles if self.graph.trainer(role)]
+        """Roles whose models are saved: the configured ones, or all results of training."""
+        return self.config.save_roles or self.graph.results
 
     @property
     def temperature(self) -> float:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,17 @@ class Table:
         log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1), self.tokens]
         return log_p.index_fill(0, self.ends[:-1], 0.0)
 
+    def distribution(self, ids, temperature=1.0):
+        log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1)].index_fill(0, self.ends[:-1], 0.0)
+        is_first = torch.zeros(len(self.tokens), dtype=torch.bool).index_fill(0, self.ends[:-1], True)
+        entropies = -(log_p.exp() * log_p).sum(-1).masked_fill(is_first, 0.0)
+        return log_p.gather(1, ids), entropies
+
+    def top_logprobs(self, k, vocab, temperature=1.0):
+        log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1), :vocab]
+        top, ids = log_p.topk(k)
+        return torch.cat((ids, top), 1).index_fill(0, self.ends[:-1], 0.0)
+
     def values(self):
         return self.scores[self.tokens]
 
@@ -34,6 +46,8 @@ class Table:
 
 class TableEngine:
     """SGD with learning rate 1 on a table; a micro-batch has the rows of one prompt, in reverse order."""
+
+    version, config = 0, SimpleNamespace(max_row_len=20)
 
     def __init__(self, vocab=7, all_sum=lambda x: x):
         generator = torch.Generator().manual_seed(0)

@@ -14,8 +14,13 @@ Runs = dict[str, Run]
 FEW = ["exp_ctrl.total_train_steps=2", "critic.optimizer.lr=1e-5", "ppo.group_size=3"]
 CUT = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d2,actor_train:t2,*:d2"]
 KINDS = {
+    "distill": [
+        "ppo.distill.prompt='{solutions[0]} {prompt}'",
+        "ppo.distill.objective=forward_kl",
+        "ppo.distill.top_k=4",
+    ],
     "grpo": ["ppo.dynamic_sampling=True", "ppo.overlong_buffer=4", "ppo.kl_monitor=[k2,k3]"],
-    "rloo": ["ppo.recompute_logprobs=True"],
+    "rloo": ["ppo.recompute_logprobs=True", "ppo.entropy_coef=0.01", "teacher.path=ACTOR", "ppo.length_penalty=linear"],
     "reinforce-pp": ["ppo.policy_loss=cispo", "ppo.eps_clip_high=0.28"],
     "ppo-math": [
         "ppo.policy_loss=sapo",
@@ -31,10 +36,11 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(
-    realhf_all: Callable[..., Runs], ppo_words: list[str], reward_file: Path, tmp_path_factory: pytest.TempPathFactory
+    realhf_all: Callable[..., Runs], ppo_words: list[str], actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
     found: Runs = {}
-    for name, options in KINDS.items():
+    for name, words in KINDS.items():
+        options = [word.replace("ACTOR", str(actor_folder)) for word in words]
         variants = {name: options, f"{name}, cut": [*options, *CUT]}
         found |= realhf_all(name, tmp_path_factory.mktemp(name), variants, [*ppo_words, *FEW])
     return found
@@ -52,9 +58,11 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: Runs) -> None:
 
 
 def test_metrics_of_each_algorithm(runs: Runs) -> None:
-    grpo, rloo, remax, vine = (runs[name].curve[1] for name in ("grpo", "rloo", "remax", "vineppo"))
+    grpo, rloo, remax, vine, distill = (runs[name].curve[1] for name in ("grpo", "rloo", "remax", "vineppo", "distill"))
     assert grpo["actor_train/kl_k3"] > 0 and grpo["actor_train/kl_k2"] > 0 and grpo["actor_train/kl_loss"] > 0
     assert rloo["actor_train/logprob_diff"] < 1e-4 and rloo["actor_train/is_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert rloo["actor_train/teacher_kl"] != 0 and 0 < rloo["actor_train/entropy"] < 5
+    assert distill["actor_train/distill_loss"] > 0 and distill["rew_inf/reward"] == 0
     assert "ref_inf" not in str(remax) and remax["greedy_rew/reward"] != remax["rew_inf/reward"]
     assert 1 <= vine["value_gen/states"] <= 2 and vine["value_gen/shared_states"] > 0.3
 

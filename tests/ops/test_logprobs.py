@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_targets_outside_the_vocabulary_are_errors() -> None:
             packed_logprobs(hidden, weight, targets.index_fill(0, torch.tensor([1]), wrong))
 
 
-class Parts:
+class TwoWorkers:
     """Two workers as threads, each with a vocabulary shard; reductions wait for both."""
 
     def __init__(self, widths: tuple[int, int]) -> None:
@@ -132,23 +133,24 @@ class Parts:
         start = sum(self.widths[:rank])
         return VocabShard(start, self.widths, lambda x: reduce(x, torch.add), lambda x: reduce(x, torch.maximum))
 
+    def run(self, work: Callable[[int], tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the results of both workers."""
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(work, (0, 1), timeout=60))
+
 
 @pytest.mark.parametrize("widths", [(5, 4), (1, 8)])
 def test_vocabulary_shards_match_the_whole_vocabulary(widths: tuple[int, int]) -> None:
     hidden, weight, targets = problem(11, 9)
     slopes = torch.randn(11)
-    parts, results = Parts(widths), {}
+    parts = TwoWorkers(widths)
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> tuple[torch.Tensor, ...]:
         x, w = hidden.detach().requires_grad_(), weight.detach().split(widths)[rank].requires_grad_()
         logps = packed_logprobs(x, w, targets, 0.7, tile=(4, 3), shard=parts.shard(rank))
-        results[rank] = (logps.detach(), *torch.autograd.grad((logps * slopes).sum(), (x, w)))
+        return logps.detach(), *torch.autograd.grad((logps * slopes).sum(), (x, w))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = parts.run(work)
     whole = all_at_once(hidden, weight, targets, 0.7)
     of_hidden, of_weight = torch.autograd.grad((whole * slopes).sum(), (hidden, weight))
     assert torch.equal(results[0][0], results[1][0])

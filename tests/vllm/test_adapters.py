@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from realhf.models.peft_folder import save_peft
 from tests.models.test_low_rank import with_adapters
@@ -19,7 +19,7 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 256, "initializer_range": 0.1,
 }  # fmt: skip
 SCRIPT = """
-import json, sys
+import json, os, sys
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
@@ -30,28 +30,26 @@ if __name__ == "__main__":
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
     for adapter in (None, LoRARequest("adapter", 1, f"{folder}/adapter")):
         (out,) = llm.generate([{"prompt_token_ids": tokens}], sampling, lora_request=adapter)
-        print("logprobs", [p[t].logprob for p, t in list(zip(out.prompt_logprobs, tokens))[1:]])
+        print("logprobs", [p[t].logprob for p, t in list(zip(out.prompt_logprobs, tokens))[1:]], flush=True)
+    os._exit(0)  # an abort while vLLM is taken down says nothing about its results
 """
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_vllm_computes_the_same_log_probabilities(family: str, tmp_path: Path) -> None:
+def test_vllm_computes_the_same_log_probabilities(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    models = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
-    }
-    models[family]().save_pretrained(tmp_path / "model")
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)).save_pretrained(tmp_path / "model")
     ours = with_adapters(tmp_path / "model")
     save_peft(tmp_path / "adapter", ours.config, ours.params.view, str(tmp_path / "model"), None)
     row = torch.randint(3, 90, (20,))
     with torch.no_grad():
         expected = ours.logprobs(ours.hidden(row, [20]), row, [20])[1:]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1",
+                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
     script = tmp_path / "script.py"  # vLLM's processes import the main module
     script.write_text(SCRIPT)
     command = [INTERPRETER, script, str(tmp_path), json.dumps(row.tolist())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
     base, adapted = (
         torch.tensor(json.loads(line.removeprefix("logprobs ")))
         for line in done.stdout.splitlines()

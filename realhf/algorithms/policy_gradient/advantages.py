@@ -46,7 +46,7 @@ class TurnOptions:
 class AdvantageInputs:
     """The rows of a training batch. ``rewards`` and ``values`` are ``[T]``, ``row_of_token`` is ``[T]`` int64.
 
-    ``rows`` has all tokens of responses, ``trained`` those that the loss reads.
+    ``rows`` has all tokens of responses, ``trained`` those that the loss reads. ``lambdas`` are those of GAE, per row.
     """
 
     batch: SequenceBatch
@@ -56,7 +56,7 @@ class AdvantageInputs:
     trained: PackedRows
     row_of_token: Tensor
     discount: float
-    gae_lambda: float
+    lambdas: Sequence[float]
 
     @property
     def groups(self) -> list[int]:
@@ -95,15 +95,33 @@ def gae(x: AdvantageInputs, _: None) -> Advantages:
     """Apply GAE to sampled tokens; the state before one is that after the token before it, sampled or not."""
     from realhf.ops.gae import gae_1d_nolp_misalign, packed_gae
 
+    if len(set(x.lambdas)) > 1:
+        return gae_of_each_lambda(x)
+    gae_lambda = x.lambdas[0] if x.lambdas else 1.0
     if "turn_rewards" in x.batch.columns:
         at, counts = x.rows.mask.nonzero().flatten(), [int(count) for count in x.rows.counts.tolist()]
         ends = zip((at - 1).split(counts), x.rows.last, strict=True)
         states = x.values[[index for before, last in ends for index in (*before.tolist(), int(last))]]
         bootstrap = x.batch["truncated"].bool()
-        found = gae_1d_nolp_misalign(x.rewards[at], states, counts, bootstrap, x.discount, x.gae_lambda)
+        found = gae_1d_nolp_misalign(x.rewards[at], states, counts, bootstrap, x.discount, gae_lambda)
         advantages, returns = (x.values.new_zeros(len(x.values)).index_copy(0, at, some) for some in found)
         return advantages, returns
-    return packed_gae(x.rewards, x.values, x.rows.lengths, x.batch["truncated"].bool(), x.discount, x.gae_lambda)
+    return packed_gae(x.rewards, x.values, x.rows.lengths, x.batch["truncated"].bool(), x.discount, gae_lambda)
+
+
+def gae_of_each_lambda(x: AdvantageInputs) -> Advantages:
+    """Apply GAE to the rows of single responses with each lambda."""
+    from realhf.ops.gae import packed_gae
+
+    found = x.values.new_zeros(2, len(x.values))
+    truncated = x.batch["truncated"].bool()
+    for gae_lambda in sorted(set(x.lambdas)):
+        is_row = truncated.new_tensor([one == gae_lambda for one in x.lambdas])
+        at = is_row[x.row_of_token]
+        lengths = [n for n, taken in zip(x.rows.lengths, is_row.tolist(), strict=True) if taken]
+        parts = packed_gae(x.rewards[at], x.values[at], lengths, truncated[is_row], x.discount, gae_lambda)
+        found[0, at], found[1, at] = parts
+    return found[0], found[1]
 
 
 def group(x: AdvantageInputs, options: GroupOptions) -> Advantages:

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from realhf.algorithms.distillation.options import DistillConfig
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import (
     Delta,
@@ -28,13 +30,18 @@ if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 
     class Importance(Enum): ...
 
+    class LengthPenalty(Enum): ...
+
     PolicyLossOptions = Any
     AdvantageOptions = Any
     CorrectionOptions = Any
+    LengthPenaltyOptions = Any
 else:
     PolicyLoss = Enum("PolicyLoss", {name: name for name in POLICY_LOSSES})
     Advantage = Enum("Advantage", {name: name for name in ADVANTAGES})
     Importance = Enum("Importance", {name: name for name in CORRECTIONS})
+    LengthPenalty = Enum("LengthPenalty", {name: name for name in LENGTH_PENALTIES})
+    LengthPenaltyOptions = options_class("LengthPenaltyOptions", LENGTH_PENALTIES)
     PolicyLossOptions = options_class("PolicyLossOptions", POLICY_LOSSES)
     AdvantageOptions = options_class("AdvantageOptions", ADVANTAGES)
     CorrectionOptions = options_class("CorrectionOptions", CORRECTIONS)
@@ -71,6 +78,10 @@ class PPOConfig:
     adaptive_kl_horizon: float = opt(10000.0, "horizon of the adaptive KL controller in responses", POSITIVE)
     discount: float = opt(1.0, "discount factor gamma of GAE", FRACTION)
     gae_lambda: float = opt(1.0, "lambda of GAE", FRACTION)
+    critic_gae_lambda: float | None = opt(None, "lambda of the critic's targets (default: gae_lambda)", FRACTION)
+    gae_lambda_alpha: float | None = opt(None, "lambda of the actor is 1 - 1 / (this * response length), as in VAPO",
+                                         POSITIVE)  # fmt: skip
+    value_pretrain_steps: int = opt(0, "number of first steps in which only the critic is trained (VC-PPO)", NATURAL)
     eps_clip: float = opt(0.2, "clip range of the policy ratio", CAP)
     eps_clip_high: float | None = opt(None, "upper clip range of the policy ratio (default: eps_clip)", CAP)
     policy_loss: PolicyLoss = opt(PolicyLoss["clip"], help_text(POLICY_LOSSES))
@@ -85,8 +96,12 @@ class PPOConfig:
     corrections: CorrectionOptions = opt(CorrectionOptions, "options of single corrections")
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
     max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
+    length_penalty: LengthPenalty = opt(LengthPenalty["none"], help_text(LENGTH_PENALTIES))
+    length_penalties: LengthPenaltyOptions = opt(LengthPenaltyOptions, "options of single length penalties")
     overlong_buffer: int = opt(0, "tokens before max_new_tokens over which the length penalty grows", NATURAL)
     overlong_penalty: float = opt(1.0, "penalty of a response of max_new_tokens (overlong_buffer)", NON_NEGATIVE)
+    entropy_coef: float = opt(0.0, "weight of the entropy in the loss: positive for an entropy bonus", FINITE)
+    distill: DistillConfig = opt(DistillConfig, "distillation from a teacher (teacher.path, or distill.prompt)")
     prm: PRMRewardConfig = opt(PRMRewardConfig, "step rewards of the process reward model (prm)")
     value_eps_clip: float = opt(0.2, "clip range of the values around the old values", CAP)
     value_loss_type: ValueLossType = opt(ValueLossType.mse, "value loss: mse or huber")
@@ -103,6 +118,8 @@ class PPOConfig:
     value_norm_beta: float = opt(0.99995, "decay of value_norm_type=exp", DECAY)
     value_norm_eps: float = opt(1e-5, "epsilon of value normalization", POSITIVE)
     ref_ema_eta: float | None = opt(None, "EMA update of the reference: eta * actor + (1 - eta) * ref", FRACTION)
+    actor_ema_eta: float | None = opt(None, "Polyak average that is evaluated and saved: eta * actor + (1 - eta) * "
+                                            "average after each step", FRACTION)  # fmt: skip
     disable_value: bool = opt(False, "train without a critic: advantages from returns only")
     mask_no_eos_with_zero: bool = opt(False, "score truncated responses with 0")
     mask_too_long: bool = opt(False, "exclude truncated responses from training")

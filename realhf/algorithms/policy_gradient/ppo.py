@@ -6,9 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
+from realhf.algorithms.distillation.teacher import teacher_rewards, uses_column
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
+from realhf.algorithms.policy_gradient.losses.actor_loss import actor_loss, denominator, token_weights
+from realhf.algorithms.policy_gradient.losses.covariances import select_tokens
+from realhf.algorithms.policy_gradient.losses.distribution_terms import loss_keys, with_distribution_terms
+from realhf.algorithms.policy_gradient.losses.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
 from realhf.algorithms.stats import add_stats, mean_of
@@ -16,8 +19,7 @@ from realhf.api.config import GenerationConfig, KLPlace, LossAggregation
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
-from realhf.ops.masked import group_normalise, masked_sums, normalise
-from realhf.ops.rows import PackedRows, per_token
+from realhf.ops.rows import PackedRows, group_normalise, masked_sums, normalise, per_token
 
 
 def train_minibatches(
@@ -83,8 +85,8 @@ class PPOActor:
     """Samples responses, computes reference log-probs, and trains the policy.
 
     Columns of training: ``tokens prompt_mask logprobs`` per token, with a reference ``ref_logprobs``, with a critic
-    ``values``, with recompute_logprobs ``prox_logprobs``; ``truncated rewards minibatch`` per row; and the columns of
-    the advantage estimator. Its state is ``kl_coef``.
+    ``values``, with recompute_logprobs ``prox_logprobs``, with a teacher its column; ``truncated rewards minibatch``
+    per row; and the columns of the advantage estimator. Its state is ``kl_coef``.
     """
 
     config_type = PPOConfig
@@ -108,10 +110,12 @@ class PPOActor:
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
         signals = compute_signals(engine, batch, config, kl_coef)
-        ready = self.loss_columns(engine, batch, signals)
         next_coef = updated_kl_coefficient(engine, signals, kl_coef, config)
-        parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
-        stats = train_minibatches(engine, parts, partial(self.loss, kl_coef=kl_coef), self.limits, self.count)
+        stats: Stats = {"entropy": mean_of(-signals.logprobs, signals.loss_mask)}
+        if engine.version >= config.value_pretrain_steps:
+            ready = self.loss_columns(engine, batch, signals)
+            parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
+            stats |= train_minibatches(engine, parts, partial(self.loss, kl_coef=kl_coef), self.limits, self.count)
         return {**stats, **signal_stats(signals, batch, config, kl_coef)}, {**state, "kl_coef": next_coef}
 
     def loss_columns(self, engine: Engine, batch: SequenceBatch, signals: TrainingSignals) -> SequenceBatch:
@@ -119,11 +123,18 @@ class PPOActor:
         config, rows = self.config, PackedRows(signals.loss_mask, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
         ready = batch.only(("tokens",)).with_tokenwise("logprobs", signals.logprobs)
-        ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, signals))
+        advantages = self.normalised_advantages(engine, batch, signals)
+        if uses_column(config, batch, ("reverse_kl",)):
+            advantages = advantages + teacher_rewards(signals.logprobs, batch, signals.loss_mask, config.distill)
+        ready = ready.with_tokenwise("advantages", advantages)
+        selected = select_tokens(engine, batch, signals.logprobs, advantages, signals.loss_mask, config)
+        if selected is not None:
+            ready = ready.with_tokenwise("is_selected", selected.byte())
         ready = ready.with_tokenwise("loss_mask", signals.loss_mask.byte())
         ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_aggregation, length))
         if signals.is_weights is not None:
             ready = ready.with_tokenwise("is_weights", signals.is_weights)
+        ready = ready.with_columns(**{key: batch.columns[key] for key in loss_keys(config, batch)})
         if config.kl_in is not KLPlace.loss:
             return ready
         aggregation = config.kl_loss_aggregation or config.loss_aggregation
@@ -153,7 +164,9 @@ class PPOActor:
         return signals.advantages.masked_fill(~signals.loss_mask, 0.0)
 
     def loss(self, outputs: Outputs, batch: SequenceBatch, kl_coef: float) -> Loss:
-        return actor_loss(outputs.logprobs(self.temperature), batch, self.config, kl_coef)
+        logprobs = outputs.logprobs(self.temperature)
+        loss = actor_loss(logprobs, batch, self.config, kl_coef)
+        return with_distribution_terms(loss, logprobs, outputs, batch, self.config, self.temperature)
 
 
 class PPOCritic:
@@ -177,7 +190,7 @@ class PPOCritic:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
-        signals = compute_signals(engine, batch, config, kl_coef)
+        signals = compute_signals(engine, batch, config, kl_coef, for_critic=True)
         next_state = {**state, "kl_coef": updated_kl_coefficient(engine, signals, kl_coef, config)}
         targets, old_values, mask = to_states(signals.returns), signals.values, to_states(signals.loss_mask.byte())
         if config.value_norm:

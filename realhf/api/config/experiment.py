@@ -64,7 +64,7 @@ class ExperimentConfig:
     call_timeout: float = opt(3600.0, "timeout of a request to the workers in seconds", SECONDS)
     verify_reallocation: bool = opt(False, "compare checksums of the weights after every reallocation")
     n_logged_generations: int = opt(8, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
-    save_roles: list[str] = opt(list, "roles whose models are saved (default: all trained roles)")
+    save_roles: list[str] = opt(list, "roles whose models are saved (default: all trained roles and their averages)")
     push_to_hub: str = opt("", "repository ORG/NAME on the hub that receives the final model; a new one is private")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, evaluation, saving and checkpoints")
     resume: ResumeConfig = opt(ResumeConfig, "resuming from a checkpoint")

@@ -292,7 +292,7 @@ def _show(result: Planned) -> None:
     for listing in result.tables:
         out.print(listing.title, style="bold", markup=False)
         out.print(f"{listing.text(out.width)}\n", markup=False)
-    for note in graph_notes(report.graph.mfcs, report.experiment.roles(), Telemetry.logged_keys):
+    for note in graph_notes(report.graph, report.experiment.roles(), Telemetry.logged_keys):
         out.print(f"note: {note}", markup=False)
     for warning in report.experiment.warnings():
         out.print(f"warning: {warning}", markup=False)

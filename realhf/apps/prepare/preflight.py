@@ -30,7 +30,7 @@ from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
-from realhf.data.tokenizer import load_tokenizer
+from realhf.data.tokenizer import load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
@@ -202,13 +202,13 @@ def _graph(experiment: Experiment, findings: Findings) -> Graph | None:
     graph, task = None, experiment.task
     try:
         graph = experiment.graph()
-        mfcs, evaluation = graph.mfcs, graph.evaluation
+        mfcs, evaluation, averages = graph.mfcs, graph.evaluation, [sync.target for sync in graph.syncs]
     except GraphError as error:
-        mfcs, evaluation = error.mfcs, ()
+        mfcs, evaluation, averages = error.mfcs, (), []
         findings.infeasible += error.problems
     for calls in (mfcs, evaluation):
         findings.infeasible += key_problems(calls, DATASET_KEYS[task], f"{task.value} data")
-    findings.infeasible += model_problems(mfcs, experiment.roles())
+    findings.infeasible += model_problems(mfcs, experiment.roles(), averages)
     options = experiment.placements() if graph else {}
     findings.infeasible += [f"MFC {m.name}: placements() has no options for it{did_you_mean(m.name, options)}"
                             for m in mfcs if graph and m.name not in options]  # fmt: skip
@@ -221,7 +221,10 @@ def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[E
     if tokenizer_dir(roles) not in broken:
         tokenizer = findings.attempt(lambda: check_tokenizer(roles, models))
         if tokenizer is not None:
-            return findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
+            rows = findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
+            if rows is not None and len(fields := rows[0][0].fields):
+                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()))
+            return rows
     for path in experiment.dataset.sources:
         findings.attempt(partial(read_rows, replace(experiment.dataset, path=path), experiment.task))
     return None
@@ -274,7 +277,7 @@ def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
 
 
 def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
-    trained = [role for role in graph.roles if graph.trainer(role)]
+    trained = graph.results
     known = ", ".join(trained) or "none"
     return [f"save_roles: '{r}' is not trained (roles: {known})" for r in config.save_roles if r not in trained]
 
@@ -367,7 +370,7 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTo
     reference = folder / "tokenizer.json"
     for role, spec in roles.items():
         own = Path(spec.spec.tokenizer or spec.spec.path or folder) / "tokenizer.json"
-        if own.is_file() and reference.is_file() and own.read_bytes() != reference.read_bytes():
+        if own.is_file() and reference.is_file() and not same_tokens(own, reference):
             problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must share one tokenizer")
     if problems:
         raise UserError(problems)

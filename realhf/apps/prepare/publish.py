@@ -30,7 +30,7 @@ def push_problems(experiment: Experiment, graph: Graph) -> list[str]:
     match = NAME.fullmatch(repo)
     if not match or match["repo"] != repo:
         return [f"push_to_hub={repo}: give ORG/NAME"]
-    roles = experiment.save_roles or [role for role in graph.roles if graph.trainer(role)]
+    roles = experiment.save_roles or graph.results
     if len(roles) != 1:
         return [f"push_to_hub={repo}: save_roles must select one of the trained models {', '.join(roles)}"]
     from huggingface_hub import whoami

@@ -6,8 +6,9 @@ from math import inf
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.config import (
     CurriculumConfig,
     DatasetConfig,
@@ -80,6 +81,8 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str
          "env.partial_tokens and ppo.dynamic_sampling are set: unfinished prompts would be replaced"),
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
+        (ppo.length_penalty.value == "none", "ppo.length_penalty is for single responses; not with env.cls"),
+        (ppo.gae_lambda_alpha is None, "ppo.gae_lambda_alpha is for single responses; not with env.cls"),
         (env.turn_discount == 1 or ppo.advantage.name in ("group", "rloo"),
          f"env.turn_discount={env.turn_discount} discounts scores of episodes: it needs ppo.advantage=group or rloo"),
     ])  # fmt: skip
@@ -99,10 +102,16 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (has_ref or not ppo.kl_monitor, "ppo.kl_monitor: ppo.kl_in=none has no reference"),
         (ppo.overlong_buffer <= longest,
          f"ppo.overlong_buffer={ppo.overlong_buffer} is larger than ppo.gen.max_new_tokens={longest}"),
+        (not ppo.disable_value or not ppo.value_pretrain_steps,
+         "ppo.value_pretrain_steps trains the critic, but ppo.disable_value=True"),
+        (ppo.critic_gae_lambda is None or not ppo.disable_value,
+         "ppo.critic_gae_lambda is for the critic, but ppo.disable_value=True"),
+        (ppo.gae_lambda_alpha is None or ppo.advantage.value == "gae",
+         f"ppo.gae_lambda_alpha is for ppo.advantage=gae, not {ppo.advantage.value}"),
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
     ])  # fmt: skip
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
-    problems += CORRECTIONS[ppo.importance.value].check(ppo)
+    problems += CORRECTIONS[ppo.importance.value].check(ppo) + LENGTH_PENALTIES[ppo.length_penalty.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
 
 

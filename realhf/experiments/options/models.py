@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from realhf.algorithms.distillation.options import PLACEHOLDER, Distillation, DistillConfig
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConfig
@@ -16,6 +17,7 @@ from realhf.rewards.registry import VERIFIERS, builtin_verifier, fns_of
 
 COMPARED = (RewardModelType.pairs, RewardModelType.ranked)
 RESPONSE = ("tokens", "prompt_mask")
+TEACHER_KEYS = ("teacher_logprobs", "teacher_top_logprobs")
 STATISTICS = "evaluation.json"
 
 
@@ -29,6 +31,35 @@ def reference_role(ref: ModelSpec, actor: ModelSpec) -> RoleSpec:
         return RoleSpec(ref)
     initial = replace(actor, gradient_checkpointing=False, offload=ref.offload)
     return RoleSpec(initial, starts_as="actor", is_base=bool(actor.lora.rank) and not actor.lora.init_from)
+
+
+def teacher_call(role: str, ppo: PPOConfig, rows: tuple[str, ...], batch: int) -> MFC:
+    """Return the call that computes log-probabilities of the teacher on the keys ``rows`` of responses."""
+    distill, gen = ppo.distill, ppo.gen
+    temperature = 1.0 if gen.greedy else gen.temperature or 1.0
+    interface = InterfaceSpec("teacher", {"distill": to_plain(distill), "temperature": temperature})
+    output = TEACHER_KEYS[distill.objective is Distillation.forward_kl]
+    inputs = (*rows, *(("prompt_mask", "row") if distill.prompt else ()))
+    return MFC("teacher_inf", role, Kind.INFERENCE, interface, inputs, (output,), batch)
+
+
+def teacher_problems(teacher: ModelSpec, ppo: PPOConfig, has_env: bool, actor: ModelSpec) -> list[str]:
+    distill = ppo.distill
+    if not has_model(teacher) and not distill.prompt:
+        return unmet([
+            (distill == DistillConfig(), "ppo.distill has options, but there is no teacher: set teacher.path"),
+            (teacher == ModelSpec(), "teacher has options, but teacher.path and teacher.config are not set"),
+        ])  # fmt: skip
+    return unmet([
+        (distill.objective is not Distillation.reverse_kl_reward or ppo.advantage.value == "gae",
+         f"ppo.distill.objective=reverse_kl_reward is a reward of tokens, which ppo.advantage={ppo.advantage.value} "
+         "does not read; use ppo.advantage=gae"),
+        (distill.ema_eta is None or (has_model(teacher) and not teacher.offload and not actor.lora.rank),
+         "ppo.distill.ema_eta needs weights of its own: teacher.path, without teacher.offload or actor.lora"),
+        (not (distill.prompt and has_env), "ppo.distill.prompt is for single responses; not with env.cls"),
+        (not distill.prompt or distill.prompt.count(PLACEHOLDER) == 1,
+         f"ppo.distill.prompt={distill.prompt!r} must contain {PLACEHOLDER} once"),
+    ])  # fmt: skip
 
 
 def reference_problems(ref: ModelSpec, actor: ModelSpec) -> list[str]:

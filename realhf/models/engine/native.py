@@ -78,7 +78,7 @@ class NativeEngine:
         def finish(number: int, hidden: Tensor) -> None:
             some = batches[number]
             packed = fn(ForwardOutputs(self.model, hidden, some, packings[number]), some)
-            lengths = some.lengths("tokens") if packed.numel() == sum(some.lengths("tokens")) else (1,) * len(some)
+            lengths = some.lengths("tokens") if len(packed) == sum(some.lengths("tokens")) else (1,) * len(some)
             for i, row in zip(parts[number], packed.split(lengths), strict=True):
                 rows[i] = row
 
@@ -90,10 +90,12 @@ class NativeEngine:
         """Send the last stage's result to all stages, since interfaces run on every one."""
         if self.pipeline.n_stages == 1:
             return result
-        size = self.pipeline.from_last(torch.tensor([result.numel()], device=self.context.device))
+        shape = torch.tensor([len(result), result.numel()], device=self.context.device)
+        n_rows, size = self.pipeline.from_last(shape).tolist()
         if not self.pipeline.is_last:
-            result = torch.empty(int(size), device=self.context.device)
-        return self.pipeline.from_last(result.float())
+            result = torch.empty(size, device=self.context.device)
+        result = self.pipeline.from_last(result.float())
+        return result.view(n_rows, -1) if size > n_rows else result
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.data.batch import SequenceBatch
+from realhf.models.token_head import TokenHead
 from realhf.models.transformer import Transformer
 from realhf.ops.rows import on_device
 
@@ -41,6 +42,19 @@ class ForwardOutputs:
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         p = self.packing
         return p.unpack(self.model.logprobs(self.hidden, p.tokens, p.lengths, temperature, p.prev_index))
+
+    def distribution(self, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        found = self._head_of_all_tokens().distribution(ids, temperature)
+        return found[:, :-1], found[:, -1]
+
+    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0) -> Tensor:
+        return self._head_of_all_tokens().top_logprobs(k, vocab, temperature, self.batch["tokens"])
+
+    def _head_of_all_tokens(self) -> TokenHead:
+        """Return the head at all tokens of the batch: those of a shared prefix have columns of their own."""
+        p = self.packing
+        prev_index = None if p.prev_index is None else p.unpack(p.prev_index)
+        return self.model.token_head(self.hidden, p.lengths, prev_index)
 
     def values(self) -> Tensor:
         return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 
-from realhf.api.graph import MFC
+from realhf.api.graph import MFC, Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import did_you_mean
@@ -27,23 +27,26 @@ def key_problems(mfcs: Sequence[MFC], given: Collection[str], data: str) -> list
     ]
 
 
-def model_problems(mfcs: Sequence[MFC], roles: Collection[str]) -> list[str]:
-    """Return an error for every MFC whose role is not among ``roles``, which have a model."""
+def model_problems(mfcs: Sequence[MFC], roles: Collection[str], averages: Sequence[str] = ()) -> list[str]:
+    """Return an error for every MFC or moving average whose role is not among ``roles``, which have a model."""
     known = ", ".join(roles) or "none"
     return [
         f"MFC {m.name}: role '{m.role}' has no model (roles with one: {known}){did_you_mean(m.role, roles)}"
         for m in mfcs
         if m.role is not None and m.role not in roles
+    ] + [
+        f"moving average '{role}' has no model (roles with one: {known}){did_you_mean(role, roles)}"
+        for role in averages
+        if role not in roles
     ]
 
 
-def graph_notes(mfcs: Sequence[MFC], roles: Collection[str], logged: Collection[str]) -> list[str]:
+def graph_notes(graph: Graph, roles: Collection[str], logged: Collection[str]) -> list[str]:
     """Return notes on unused outputs and models. ``logged`` are keys that every run logs."""
-    wanted = {*logged, *(key for m in mfcs for key in m.inputs)}
-    unread = {m.name: [key for key in m.outputs if key not in wanted] for m in mfcs}
+    wanted = {*logged, *(key for m in graph.mfcs for key in m.inputs)}
+    unread = {m.name: [key for key in m.outputs if key not in wanted] for m in graph.mfcs}
     notes = [f"no MFC reads {', '.join(keys)} of {name}" for name, keys in unread.items() if keys]
-    used = {m.role for m in mfcs}
-    return notes + [f"no MFC uses the model of role '{role}'" for role in roles if role not in used]
+    return notes + [f"no MFC uses the model of role '{role}'" for role in roles if role not in graph.roles]
 
 
 def divisors(n: int) -> list[int]:

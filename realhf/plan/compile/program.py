@@ -11,8 +11,13 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Program, Rea
 
 
 def home_mfc(graph: Graph, role: str) -> MFC:
-    """Return the MFC in whose layout a role's weights are stored between calls: its trainer, else its first MFC."""
-    return graph.trainer(role) or next(m for m in graph.mfcs if m.role == role)
+    """Return the MFC in whose layout a role's weights are stored between calls: its trainer, else its first MFC.
+
+    A moving average without calls is stored in the layout of the call that updates it.
+    """
+    own = graph.trainer(role) or next((m for m in graph.mfcs if m.role == role), None) or graph.updater(role)
+    assert own is not None, f"no call has or updates role '{role}'"
+    return own
 
 
 def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:

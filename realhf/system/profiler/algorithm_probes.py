@@ -68,7 +68,8 @@ class FakeEngine:
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
     ) -> Stats:
-        loss = loss_fn(ZeroOutputs(batch), batch)
+        outputs: Any = ZeroOutputs(batch)
+        loss = loss_fn(outputs, batch)
         loss.total.backward()
         return {name: (float(value), float(weight)) for name, (value, weight) in loss.stats.items()}
 

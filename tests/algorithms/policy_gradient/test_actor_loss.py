@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import (
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.losses.actor_loss import (
     actor_loss,
     denominator,
     mismatch_of,
     token_weights,
 )
-from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
 from realhf.api.batch_meta import RowId
 from realhf.api.config import KLEstimator, KLPlace, LossAggregation
 from realhf.data.batch import Column, SequenceBatch

@@ -60,7 +60,7 @@ def inputs_of(n_rows: int = 3) -> AdvantageInputs:
     mask = torch.tensor([False, True, True, False, True, False, True])[: sum(lengths)]
     row_of_token = torch.arange(n_rows).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], PackedRows(mask, lengths),
-                           PackedRows(mask, lengths), row_of_token, discount=0.5, gae_lambda=0.5)  # fmt: skip
+                           PackedRows(mask, lengths), row_of_token, discount=0.5, lambdas=[0.5] * n_rows)  # fmt: skip
 
 
 def test_every_estimator_has_a_worked_case_and_a_source() -> None:

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, GroupStd
 from realhf.algorithms.policy_gradient.components import Component, help_text, options_class
 from realhf.algorithms.policy_gradient.config import Advantage, PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import opt
 

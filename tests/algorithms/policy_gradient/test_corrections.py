@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.actor_loss import mismatch_of
 from realhf.algorithms.policy_gradient.config import Importance, PPOConfig
-from realhf.algorithms.policy_gradient.corrections import CORRECTIONS, BandOptions, GeometricOptions
+from realhf.algorithms.policy_gradient.losses.actor_loss import mismatch_of
+from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS, BandOptions, GeometricOptions
 from realhf.ops.rows import PackedRows
 
 RATIOS = ((1.5, 3.0, 0.25), (1.0, 1.02))  # of two responses, each after a token of the prompt

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.kl import kl_coefficient, kl_terms, next_kl_coefficient
+from realhf.algorithms.policy_gradient.losses.kl import kl_coefficient, kl_terms, next_kl_coefficient
 from realhf.api.config import KLEstimator
 from tests.scaling import examples
 

@@ -6,11 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.actor_loss import actor_loss
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
-from realhf.algorithms.policy_gradient.policy_losses import (
+from realhf.algorithms.policy_gradient.losses.actor_loss import actor_loss
+from realhf.algorithms.policy_gradient.losses.policy_losses import (
     POLICY_LOSSES,
+    ClipCovOptions,
     DualClipOptions,
+    KLCovOptions,
     PolicyLossInputs,
     SapoOptions,
 )
@@ -55,6 +57,13 @@ WORKED = {
         SapoOptions(),
     ),
     "sequence_clip": Worked((-2 * S, -2 * S, 0.8), (-2 * S, -2 * S, 0.0), 1),
+    "clip_cov": Worked((-2 * 1.3, -2 * 0.9, 0.8), (0.0, 0.0, 0.0), 3, ClipCovOptions()),  # the second token is selected
+    "kl_cov": Worked(
+        (-2 * 1.5, -2 * 0.9 + 3 * (0.9 - 1 - math.log(0.9)), 0.5),
+        (-2 * 1.5, -2 * 0.9 + 3 * (0.9 - 1), 0.5),
+        0,
+        KLCovOptions(coef=3.0),
+    ),
     "cispo": Worked((1.3 * 2, 0.9 * 4, -0.8), (-1.3 * 2, -0.9 * 2, 0.8), 0),
     "reinforce": Worked((2.0, 4.0, -1.0), (-2.0, -2.0, 1.0), 0),
 }
@@ -76,7 +85,8 @@ def test_worked_case(name: str) -> None:
 
     log_ratio = packed(ratios.log() + logprobs - logprobs.detach())
     rows = PackedRows(mask, LENGTHS)
-    inputs = PolicyLossInputs(packed(logprobs), log_ratio, packed(advantages), rows, CLIP_LOW, CLIP_HIGH)
+    selected = torch.tensor([False, False, True, False, False])
+    inputs = PolicyLossInputs(packed(logprobs), log_ratio, packed(advantages), rows, CLIP_LOW, CLIP_HIGH, selected)
     terms = POLICY_LOSSES[name].fn(inputs, WORKED[name].options)
     loss = terms.loss[mask]
     assert loss.tolist() == pytest.approx(WORKED[name].loss)
@@ -93,6 +103,7 @@ def test_losses_are_finite_at_masked_tokens_and_at_extreme_ratios(name: str) -> 
         "advantages": torch.tensor([1.0, 1.0, -1.0]),
         "loss_mask": torch.tensor([1, 0, 1]),
         "weights": torch.tensor([1.0, 0.0, 1.0]),
+        "is_selected": torch.tensor([0, 0, 1]),
     }
     batch = SequenceBatch((RowId(0, 0),), {key: Column(data, (3,)) for key, data in columns.items()})
     loss = actor_loss(new, batch, PPOConfig(policy_loss=PolicyLoss[name]))

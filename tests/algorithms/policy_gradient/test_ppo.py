@@ -3,12 +3,16 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from realhf.algorithms import build_interface
-from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.distillation.options import Distillation, DistillConfig
+from realhf.algorithms.distillation.teacher import Teacher, TeacherConfig
+from realhf.algorithms.policy_gradient.config import LengthPenalty, PolicyLoss, PolicyLossOptions, PPOConfig
+from realhf.algorithms.policy_gradient.losses.policy_losses import ClipCovOptions, KLCovOptions
 from realhf.algorithms.policy_gradient.ppo import PPOActor, PPOCritic
 from realhf.api.batch_meta import RowId
 from realhf.api.codec import to_plain
@@ -16,6 +20,7 @@ from realhf.api.config import GenerationConfig
 from realhf.api.graph import InterfaceSpec
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
+from tests.algorithms.conftest import Table, TableEngine
 
 CONTEXT = InterfaceContext(seed=5, tokenizer=None, run_root=Path("."))
 CONFIG = PPOConfig(ppo_n_minibatches=2, kl_ctl=0.2, discount=0.9, gae_lambda=0.8, max_reward_clip=2.0)
@@ -184,10 +189,34 @@ def test_reference_logprobs_are_at_the_temperature_of_generation(table_engine, m
         assert row[0] == 0 and torch.allclose(row[1:], want)
 
 
-@pytest.mark.parametrize("cls", [PPOActor, PPOCritic])
-def test_results_do_not_depend_on_ranks_order_or_empty_shares(ranks, make_rollouts, cls):
-    config = replace(CONFIG, use_adaptive_kl_ctl=True, ppo_n_minibatches=3, early_stop_kl=50.0)
+COV = {"clip_cov": ClipCovOptions(share=0.3, low=-1.0, high=1.0), "kl_cov": KLCovOptions(share=0.4)}
+WHOLE_BATCH = {  # options that read the batch of all ranks, or more of the distribution than the sampled tokens
+    "adaptive": {"use_adaptive_kl_ctl": True, "early_stop_kl": 50.0},
+    "clip_cov": {"policy_loss": PolicyLoss["clip_cov"], "losses": PolicyLossOptions(**COV)},
+    "kl_cov": {"policy_loss": PolicyLoss["kl_cov"], "losses": PolicyLossOptions(**COV)},
+    "entropy": {"entropy_coef": 0.3, "length_penalty": LengthPenalty["group_sigmoid"], "gae_lambda_alpha": 0.9},
+    **{f"distill {objective.name}": {"distill": DistillConfig(objective, coef=0.7, top_k=3)}
+       for objective in Distillation},
+}  # fmt: skip
+
+
+def with_teacher(batch, config):
+    """Add the column of the teacher that the objective reads."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(7, 7, generator=generator, dtype=torch.float64)
+    engine = SimpleNamespace(
+        config=TableEngine.config, forward=lambda some, fn: fn(Table(logits, torch.zeros(7), some), some)
+    )
+    context = replace(CONTEXT, tokenizer=range(6))
+    teacher, _ = Teacher(TeacherConfig(config.distill), context).inference(engine, batch, {})
+    return batch.with_columns(**teacher.columns)
+
+
+@pytest.mark.parametrize(("cls", "name"), [*((PPOActor, name) for name in WHOLE_BATCH), (PPOCritic, "adaptive")])
+def test_results_do_not_depend_on_ranks_order_or_empty_shares(ranks, make_rollouts, cls, name):
+    config = replace(CONFIG, ppo_n_minibatches=3, **WHOLE_BATCH[name])
     batch = make_rollouts(n_minibatches=2)  # the third mini-batch is empty everywhere
+    batch = with_teacher(batch, config) if "distill" in name else batch
     interface = cls(config, CONTEXT)
     state = {"kl_coef": 0.3}
 
@@ -203,7 +232,8 @@ def test_results_do_not_depend_on_ranks_order_or_empty_shares(ranks, make_rollou
         assert torch.allclose(engine.scores, alone.scores, atol=1e-12)
         assert len(engine.calls) == 3
     for _, part_after in results:
-        assert part_after["kl_coef"] == pytest.approx(after["kl_coef"], rel=1e-14) and part_after["kl_coef"] != 0.3
+        assert part_after["kl_coef"] == pytest.approx(after["kl_coef"], rel=1e-14)
+        assert (part_after["kl_coef"] == CONFIG.kl_ctl) == (name != "adaptive") and part_after["kl_coef"] != 0.3
     for name in stats.keys() - {"step_skipped", "kl_coef"}:
         whole = [sum(part[name][i] for part, _ in results if name in part) for i in range(2)]
         assert whole == pytest.approx(list(stats[name])), name

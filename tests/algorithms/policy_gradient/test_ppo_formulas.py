@@ -20,8 +20,7 @@ from realhf.algorithms.policy_gradient.ppo_formulas import (
     whiten,
 )
 from realhf.api.config import GenerationConfig, ValueLossType, ValueNormType
-from realhf.ops.masked import masked_sums
-from realhf.ops.rows import PackedRows
+from realhf.ops.rows import PackedRows, masked_sums
 from tests.scaling import examples
 
 small = st.floats(-3, 3)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.check import (
@@ -99,15 +99,18 @@ def test_roles_without_a_model() -> None:
     assert model_problems((GEN, REW, TRAIN), ["actor", "ref"]) == [
         "MFC train: role 'actr' has no model (roles with one: actor, ref)  did you mean actor ?"
     ]
+    assert model_problems((GEN,), ["actor"], ["actro"]) == [
+        "moving average 'actro' has no model (roles with one: actor)  did you mean actor ?"
+    ]
     assert model_problems((GEN,), []) == ["MFC gen: role 'actor' has no model (roles with one: none)"]
 
 
 def test_unused_outputs_and_models() -> None:
-    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr", "ref"], ("rewards",)) == [
+    assert graph_notes(Graph((GEN, REW, TRAIN)), ["actor", "actr", "ref"], ("rewards",)) == [
         "no MFC reads seeds of gen",
         "no MFC uses the model of role 'ref'",
     ]
-    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr"], ("rewards", "seeds")) == []
+    assert graph_notes(Graph((GEN, REW, TRAIN)), ["actor", "actr"], ("rewards", "seeds")) == []
 
 
 NODES, NODE_SIZES = st.integers(1, 12), st.integers(1, 8)

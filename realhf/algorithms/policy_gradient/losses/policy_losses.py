@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
 from realhf.api.config import opt
-from realhf.api.config.option import CAP, POSITIVE
+from realhf.api.config.option import CAP, FINITE, FRACTION, NON_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """Packed columns ``[T]`` with gradients in ``logprobs``; ``log_ratio`` is log p - log p_old, 0 where masked."""
+    """Packed columns ``[T]`` with gradients in ``logprobs``; ``log_ratio`` is log p - log p_old, 0 where masked.
+
+    ``is_selected`` are the tokens of high covariance, for losses that treat them apart (bool).
+    """
 
     logprobs: Tensor
     log_ratio: Tensor
@@ -25,6 +28,7 @@ class PolicyLossInputs:
     rows: PackedRows
     clip_low: float
     clip_high: float
+    is_selected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,19 @@ class DualClipOptions:
 class SapoOptions:
     tau_pos: float = opt(1.0, "temperature of the gate for positive advantages", POSITIVE)
     tau_neg: float = opt(1.05, "temperature for negative advantages", POSITIVE)
+
+
+@dataclass
+class ClipCovOptions:
+    share: float = opt(2e-4, "share of all tokens that lose their gradient", FRACTION)
+    low: float = opt(1.0, "smallest covariance of these tokens", FINITE)
+    high: float = opt(5.0, "largest covariance of these tokens", FINITE)
+
+
+@dataclass
+class KLCovOptions:
+    share: float = opt(2e-3, "share of all tokens, those of the highest covariance, that have a KL penalty", FRACTION)
+    coef: float = opt(1.0, "coefficient of the KL penalty", NON_NEGATIVE)
 
 
 def clip(x: PolicyLossInputs, _: None) -> TokenLoss:
@@ -89,6 +106,26 @@ def cispo(x: PolicyLossInputs, _: None) -> TokenLoss:
     return TokenLoss(-ratio * x.advantages * x.logprobs)
 
 
+def clip_cov(x: PolicyLossInputs, options: ClipCovOptions) -> TokenLoss:
+    """Return ``clip`` without gradients of the selected tokens, which would reduce the entropy most.
+
+    Cui et al. 2025, arXiv 2505.22617, eq. 10-11; ``select_tokens`` selects.
+    """
+    clipped = clip(x, None)
+    assert clipped.is_clipped is not None and x.is_selected is not None
+    return TokenLoss(clipped.loss.detach().where(x.is_selected, clipped.loss), clipped.is_clipped | x.is_selected)
+
+
+def kl_cov(x: PolicyLossInputs, options: KLCovOptions) -> TokenLoss:
+    """Return ``-A r``, and for selected tokens ``+ coef (r - 1 - log r)``, an estimate of KL(old || new).
+
+    Cui et al. 2025, arXiv 2505.22617, eq. 12-13. The published code penalises ``|log r|``, whose slope does not vanish.
+    """
+    assert x.is_selected is not None
+    penalty = options.coef * (x.log_ratio.expm1() - x.log_ratio)
+    return TokenLoss(-x.advantages * x.log_ratio.exp() + penalty * x.is_selected)
+
+
 def reinforce(x: PolicyLossInputs, _: None) -> TokenLoss:
     """Return ``-A log p``, the on-policy policy gradient without a ratio (ReMax, RLOO)."""
     return TokenLoss(-x.advantages * x.logprobs)
@@ -100,6 +137,10 @@ POLICY_LOSSES: dict[str, Component[PolicyLossInputs, TokenLoss]] = {
     "dual_clip": Component(dual_clip, "clip with a limit for negative advantages (dual clip, arXiv 1912.09729)",
                            DualClipOptions),
     "sapo": Component(sapo, "smooth gate of the ratio instead of a clip (SAPO, arXiv 2511.20347)", SapoOptions),
+    "clip_cov": Component(clip_cov, "clip; some tokens whose log-prob and advantage covary lose their gradient "
+                          "(clip-cov, arXiv 2505.22617)", ClipCovOptions),
+    "kl_cov": Component(kl_cov, "ratio without clip; the tokens that covary most have a KL penalty (KL-cov, arXiv "
+                        "2505.22617)", KLCovOptions),
     "cispo": Component(cispo, "clipped importance weights (CISPO, arXiv 2506.13585, eq. 4-5)"),
     "reinforce": Component(reinforce, "no ratio, on-policy only (REINFORCE, as in arXiv 2402.14740, eq. 6)"),
 }  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops.masked import group_normalise, masked_sums, normalise
+from realhf.ops.rows import group_normalise, masked_sums, normalise
 from tests.scaling import examples
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.corrections import Mismatch
-from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
-from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from realhf.algorithms.policy_gradient.losses.corrections import Mismatch
+from realhf.algorithms.policy_gradient.losses.kl import LOG_RATIO_LIMIT, kl_terms
+from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from realhf.api.config import KLPlace, LossAggregation
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss
@@ -43,7 +43,8 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     """Return the weighted sum over trained tokens of the policy loss and, with ``kl_in=loss``, of the KL penalty.
 
     Columns (``[T]``): ``logprobs`` (old), ``advantages``, ``loss_mask``, ``weights``; ``ref_logprobs`` and
-    ``kl_weights`` for the penalty; ``is_weights`` with recomputed old log-probs (``CORRECTIONS``).
+    ``kl_weights`` for the penalty; ``is_weights`` with recomputed old log-probs (``CORRECTIONS``); ``is_selected`` for
+    clip_cov and kl_cov.
     Statistics: ``actor_loss``, ``importance_ratio``, ``clip_fraction`` (fraction of tokens without gradient),
     ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token) and ``logprob_diff`` (mean
     |log r|: before the first step of a batch, the difference between trainer and generator).
@@ -53,7 +54,8 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     log_ratio = (logprobs - old).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     name, low = config.policy_loss.value, config.eps_clip
     high = low if config.eps_clip_high is None else config.eps_clip_high
-    inputs = PolicyLossInputs(logprobs, log_ratio, batch["advantages"], rows, low, high)
+    selected = batch["is_selected"].bool() if "is_selected" in batch.columns else None
+    inputs = PolicyLossInputs(logprobs, log_ratio, batch["advantages"], rows, low, high, selected)
     terms = POLICY_LOSSES[name].fn(inputs, vars(config.losses).get(name))
     loss = terms.loss * batch["is_weights"] if "is_weights" in batch.columns else terms.loss
     total = (loss * batch["weights"]).masked_fill(~mask, 0.0).sum()

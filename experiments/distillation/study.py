@@ -1,0 +1,91 @@
+"""A student of half the width learns sums from its teacher, or by GRPO: accuracy by sampled tokens.
+
+    python experiments/distillation/study.py [FOLDER] [--jobs N]
+
+Runs everything in FOLDER (default: distillation-run; finished runs are kept) and writes results.json, table.md and
+curves.svg here. Students start from the same weak model. All methods have the same optimizer and 16 prompts a step.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from math import isfinite
+from pathlib import Path
+from statistics import mean
+
+from docs.curves_svg import curves_svg
+from experiments.sums import Curve, curve, metrics, run, supervised_model, task_options, tokens_to, with_error
+
+HERE = Path(__file__).parent
+HIDDEN, SFT_STEPS, PROMPTS, EVAL_EVERY = 64, 120, 16, 20
+TEACHER_STEPS = 400
+SHARE = 0.9  # of the teacher's accuracy
+SEEDS = (1, 2, 3)
+METHODS = {  # experiment, steps, options
+    "distill, forward KL": ("distill", 600, ("ppo.distill.objective=forward_kl", "ppo.distill.top_k=8")),
+    "distill, reverse KL": ("distill", 600, ()),
+    "GRPO": ("grpo", 1200, ("ppo.group_size=4",)),
+    "GRPO, groups of 8": ("grpo", 900, ("ppo.group_size=8",)),
+}
+OPTIMIZER = ("actor.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=linear")
+
+
+def teacher_accuracy(folder: Path, teacher: Path) -> float:
+    data = f"dataset.path={folder}/task{HIDDEN}/valid.jsonl"
+    root = run(folder, "teacher-valid", "gen", f"model.path={teacher}", data, "dataset.train_bs_n_seqs=100",
+               "judge=True", "sampling.n=4", "sampling.max_new_tokens=32")  # fmt: skip
+    return mean(line["rew_inf/accuracy"] for line in metrics(root))
+
+
+def study(folder: Path, student: Path, teacher: Path, method: str, seed: int) -> Curve:
+    experiment, steps, options = METHODS[method]
+    name = f"{'-'.join(method.replace(',', '').split())}-{seed}"
+    of_teacher = (f"teacher.path={teacher}",) if experiment == "distill" else ()
+    task = task_options(folder, HIDDEN, student, PROMPTS, steps, EVAL_EVERY)
+    found = curve(run(folder, name, experiment, *task, *OPTIMIZER, *options, *of_teacher, f"seed={seed}"))
+    print(f"{name} {found[-1][1]:.3f}", flush=True)
+    return found
+
+
+def mean_curve(runs: list[Curve]) -> Curve:
+    """Return means over seeds of the tokens and accuracies at each evaluation."""
+    return [(mean(tokens for tokens, _ in points), mean(found for _, found in points))
+            for points in zip(*runs, strict=True)]  # fmt: skip
+
+
+def table(curves: dict[str, list[Curve]], accuracy: float) -> str:
+    goal = SHARE * accuracy
+    rows = [f"Accuracy of the teacher: {accuracy:.3f}; {SHARE:.0%} of it: {goal:.3f}.", "",
+            "| method | final accuracy | thousand sampled tokens to the goal, by seed |", "|---|---|---|"]  # fmt: skip
+    for method, runs in curves.items():
+        needed = [tokens_to(points, goal) for points in runs]
+        texts = [f"{n / 1000:.0f}" if isfinite(n) else f"not in {runs[i][-1][0] / 1000:.0f}"
+                 for i, n in enumerate(needed)]  # fmt: skip
+        rows.append(f"| {method} | {with_error([points[-1][1] for points in runs])} | {', '.join(texts)} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default="distillation-run", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    teacher = supervised_model(folder, "teacher", 2 * HIDDEN, TEACHER_STEPS)
+    student = supervised_model(folder, "student", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+    accuracy = teacher_accuracy(folder, teacher)
+    cases = list(product(METHODS, SEEDS))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(lambda case: study(folder, student, teacher, *case), cases))
+    curves: dict[str, list[Curve]] = {}
+    for (method, _), points in zip(cases, found, strict=True):
+        curves.setdefault(method, []).append(points)
+    (HERE / "results.json").write_text(json.dumps({"teacher": accuracy, "curves": curves}, indent=1))
+    (HERE / "table.md").write_text(table(curves, accuracy))
+    means = {method: mean_curve(runs) for method, runs in curves.items()}
+    (HERE / "curves.svg").write_text(curves_svg("Accuracy on held-out sums by sampled tokens", means))
+
+
+if __name__ == "__main__":
+    main()

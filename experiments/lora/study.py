@@ -1,0 +1,63 @@
+"""GRPO on sums with LoRA adapters and with full fine-tuning: accuracy after equal steps, five seeds.
+
+    python experiments/lora/study.py [FOLDER] [--jobs N]
+
+Runs everything in FOLDER (default: lora-run; finished runs are kept) and writes results.json and table.md here.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from experiments.sums import curve, run, supervised_model, task_options, with_error
+
+HERE = Path(__file__).parent
+HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 60, 150, 32, 30
+SEEDS = (1, 2, 3, 4, 5)
+METHODS = {
+    "full fine-tuning": ("actor.optimizer.lr=3e-4",),
+    "LoRA, rank 16": ("actor.lora.rank=16", "actor.optimizer.lr=3e-3"),
+}
+OPTIONS = ("ppo.group_size=8", "actor.optimizer.lr_scheduler_type=linear")
+
+
+def study(folder: Path, model: Path, method: str, seed: int) -> list[float]:
+    """Return the accuracy at each evaluation."""
+    name = f"{'-'.join(method.replace(',', '').split())}-{seed}"
+    task = task_options(folder, HIDDEN, model, PROMPTS, STEPS, EVAL_EVERY)
+    found = [
+        accuracy for _, accuracy in curve(run(folder, name, "grpo", *task, *OPTIONS, *METHODS[method], f"seed={seed}"))
+    ]
+    print(name, *(f"{accuracy:.3f}" for accuracy in found), flush=True)
+    return found
+
+
+def table(results: dict[str, list[list[float]]]) -> str:
+    steps = range(0, STEPS + 1, EVAL_EVERY)
+    rows = ["| method | " + " | ".join(f"step {step}" for step in steps) + " |", "|---" * (len(steps) + 1) + "|"]
+    for method, runs in results.items():
+        rows.append(f"| {method} | {' | '.join(with_error(found) for found in zip(*runs, strict=True))} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default="lora-run", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    model = supervised_model(folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+    cases = list(product(METHODS, SEEDS))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(lambda case: study(folder, model, *case), cases))
+    results: dict[str, list[list[float]]] = {}
+    for (method, _), accuracies in zip(cases, found, strict=True):
+        results.setdefault(method, []).append(accuracies)
+    (HERE / "results.json").write_text(json.dumps(results, indent=1))
+    (HERE / "table.md").write_text(table(results))
+
+
+if __name__ == "__main__":
+    main()

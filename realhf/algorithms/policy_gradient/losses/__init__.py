@@ -1,0 +1,1 @@
+"""Losses of the actor, and the corrections and penalties in them."""

@@ -1,0 +1,72 @@
+"""The unembedding of packed rows: what the states before tokens say about them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from realhf.ops.distributions import packed_distribution, packed_top_logprobs
+from realhf.ops.logprobs import VocabShard, packed_logprobs
+from realhf.ops.rows import on_device
+
+
+@dataclass(frozen=True)
+class TokenHead:
+    """``states`` are the final hidden states of packed tokens, ``[t, D]``, of rows with ``lengths``.
+
+    ``prev_index`` (``[T]`` int64) is each token's predecessor among the states (-1: none), by default the adjacent
+    token of its row. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given.
+    """
+
+    states: Tensor
+    lengths: Sequence[int]
+    prev_index: Tensor | None
+    weight: Tensor
+    softcap: float
+    shard: VocabShard
+    add_to: Tensor | None
+
+    def logprobs(self, tokens: Tensor, temperature: float) -> Tensor:
+        """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first."""
+        return self._at_tokens(
+            lambda states, targets: packed_logprobs(
+                states, self.weight, targets, temperature, self.softcap, self.shard, add_to=self.add_to
+            ),
+            tokens,
+        )
+
+    def distribution(self, ids: Tensor, temperature: float) -> Tensor:
+        """Return the log-probabilities of ``ids``, ``[T, k]``, in place of each token, and the entropy: ``[T, k + 1]``.
+
+        All are 0 for a row's first token.
+        """
+        return self._at_tokens(
+            lambda states, at: packed_distribution(
+                states, self.weight, at, temperature, self.softcap, self.shard, self.add_to
+            ),
+            ids,
+        )
+
+    def top_logprobs(self, k: int, vocab: int, temperature: float, tokens: Tensor) -> Tensor:
+        """Return the ``k`` most probable tokens below ``vocab`` in place of each token, then their log-probabilities.
+
+        ``[T, 2 k]`` float32, which represents every token number; 0 for a row's first token.
+        """
+
+        def score(states: Tensor, _: Tensor) -> Tensor:
+            found = packed_top_logprobs(states, self.weight, k, temperature, self.softcap, self.shard, vocab)
+            return torch.cat([x.float() for x in found], 1)
+
+        return self._at_tokens(score, tokens)
+
+    def _at_tokens(self, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor) -> Tensor:
+        """Return ``score(states, targets)`` of each token's ``targets`` in the state before it, 0 at rows' starts."""
+        if self.prev_index is not None:
+            found = score(self.states.index_select(0, self.prev_index.clamp(min=0)), targets)
+            return found.masked_fill((self.prev_index < 0).view(-1, *[1] * (found.ndim - 1)), 0.0)
+        starts = [start for start, n in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False) if n]
+        firsts = on_device(torch.tensor(starts, dtype=torch.int64), targets.device)
+        # each token predicts the next one; predictions across row boundaries are masked
+        return score(self.states, targets.roll(-1, 0)).roll(1, 0).index_fill(0, firsts, 0.0)
