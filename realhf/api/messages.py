@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.batch_meta import BatchMeta, RowId
+from realhf.api.curriculum import PromptResult
 
 Stats = dict[str, tuple[float, float]]  # {name: (sum, count)}; the master divides them; count 0: a total
 State = dict[str, Any]
@@ -47,12 +48,16 @@ class Start(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Load the prompts at positions ``start <= i < stop`` of the data stream into the row store."""
+    """Load the prompts at positions ``start <= i < stop`` of the data stream into the row store.
+
+    With a curriculum, ``rows`` are their rows in the data.
+    """
 
     request: int
     step: int
     start: int
     stop: int
+    rows: tuple[int, ...] = ()
 
 
 class PrepareCall(Message, frozen=True):
@@ -146,7 +151,10 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is complete. ``metrics`` are in the order of ``WORKER_METRICS``; ``trace`` holds the worker's spans."""
+    """A request is complete. ``metrics`` are in the order of ``WORKER_METRICS``; ``trace`` holds the worker's spans.
+
+    ``results`` are the rewards of the prompts, if the curriculum reads them.
+    """
 
     request: int
     rank: int
@@ -157,11 +165,12 @@ class Done(Message, frozen=True):
     trace: bytes = b""
     metrics: tuple[int, ...] = ()
     carried: BatchMeta | None = None
+    results: tuple[PromptResult, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether the reply has no results, as on most workers of a mesh."""
-        return self.outputs is None and not self.stats and self.state is None and not self.values
+        return self.outputs is None and not self.stats and self.state is None and not (self.values or self.results)
 
 
 class Heartbeat(Message, frozen=True):

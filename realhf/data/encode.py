@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain, islice, pairwise
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from realhf.api.config import DatasetConfig
+from realhf.api.config import CurriculumConfig, DatasetConfig
 from realhf.api.experiment import Task
 from realhf.base.seeds import stable_seed
 from realhf.data.rows import Row, check_problems, parse_rows
@@ -57,8 +58,9 @@ class EncodedRow:
 class EncodedRows:
     """The encoded rows of a data file, and one message per bad row."""
 
-    def __init__(self, rows: Sequence[EncodedRow], problems: Sequence[str]) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], problems: Sequence[str], sizes: Sequence[int] = ()) -> None:
         self.problems = tuple(problems)
+        self.sizes = tuple(sizes or (len(rows),))  # numbers of rows of the sources
         self._prompts = RaggedList([row.prompt for row in rows], np.int32)
         self._fields = RaggedList([row.fields for row in rows], np.uint8)
         self._labels = RaggedList([row.labels for row in rows], np.float32)
@@ -79,22 +81,37 @@ class EncodedRows:
 def encode_split(
     config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[EncodedRows, EncodedRows]:
-    """Return the training rows and the held-out rows, both in file order.
+    """Return the training rows and the held-out rows, both in file order, or sorted by ``curriculum.sort_by``.
 
-    Held-out rows come from ``eval_path``, or are a random ``eval_fraction`` of ``path`` (by ``split_seed``, at least
-    one row and not all), or none. ``label_noise`` applies to training rows only. UserError as in ``encode_rows``.
+    The rows of several sources follow one another. Held-out rows come from ``eval_path``, or are a random
+    ``eval_fraction`` of the others (by ``split_seed``, at least one row and not all), or none. ``label_noise`` applies
+    to training rows only. UserError as in ``encode_rows``.
     """
-    rows = encode_rows(config, task, tokenizer)
+    parts = [encode_rows(replace(config, path=path, paths=[]), task, tokenizer) for path in config.sources]
+    n_rows, problems = sum(map(len, parts)), [problem for part in parts for problem in part.problems]
     held_out: set[int] = set()
     if config.eval_fraction:
-        n = min(max(1, round(config.eval_fraction * len(rows))), len(rows) - 1)
+        n = min(max(1, round(config.eval_fraction * n_rows)), n_rows - 1)
         random = np.random.default_rng(stable_seed("held out", config.split_seed))
-        held_out = set(random.permutation(len(rows))[:n].tolist())
-    noisy = [with_label_noise(row, i, config) for i, row in enumerate(rows) if i not in held_out]
-    train = EncodedRows(noisy, rows.problems)
+        held_out = set(random.permutation(n_rows)[:n].tolist())
+    noisy = [with_label_noise(row, i, config) for i, row in enumerate(chain(*parts)) if i not in held_out]
+    ends = [0, *accumulate(map(len, parts))]
+    sizes = [sum(i not in held_out for i in range(*part)) for part in pairwise(ends)]
+    if config.curriculum.sort_by:
+        ends = [0, *accumulate(sizes)]
+        noisy = [row for start, stop in pairwise(ends) for row in by_column(noisy[start:stop], config)]
+    train = EncodedRows(noisy, problems, sizes)
     if config.eval_path:
-        return train, encode_rows(replace(config, path=config.eval_path), task, tokenizer)
-    return train, EncodedRows([rows[i] for i in sorted(held_out)], ())
+        plain = replace(config, path=config.eval_path, paths=[], curriculum=CurriculumConfig())
+        return train, encode_rows(plain, task, tokenizer)
+    return train, EncodedRows([row for i, row in enumerate(chain(*parts)) if i in held_out], ())
+
+
+def by_column(rows: list[EncodedRow], config: DatasetConfig) -> list[EncodedRow]:
+    """Return the rows sorted by ``curriculum.sort_by``, equal ones in random order by ``split_seed``."""
+    keys = np.array([float(json.loads(row.fields.tobytes())[config.curriculum.sort_by]) for row in rows])
+    ties = np.random.default_rng(stable_seed("sorted rows", config.split_seed)).permutation(len(rows))
+    return [rows[i] for i in np.lexsort((ties, keys)).tolist()]
 
 
 def with_label_noise(row: EncodedRow, number: int, config: DatasetConfig) -> EncodedRow:
@@ -123,6 +140,7 @@ def encode_rows(config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokeniz
         problems += (problem for problem in chunk if isinstance(problem, str))
         for row, encoded in zip(rows, encode_chunk(rows, task, tokenizer), strict=True):
             problem = length_problem(len(encoded.prompt), bool(encoded.answers), config)
+            problem = problem or sort_problem(row.fields, config.curriculum.sort_by)
             truncated = truncate(encoded, max(0, config.max_seqlen - len(encoded.prompt)))
             if not problem and len(encoded.labels) and not len(truncated.labels):
                 unit = "answer" if task is Task.outcome else "first step"
@@ -175,6 +193,15 @@ def answers_of(row: Row, task: Task) -> list[str]:
         case Task.ranked | Task.process:
             return row.fields["answers" if task is Task.ranked else "steps"]
     return []
+
+
+def sort_problem(fields: dict[str, Any], column: str) -> str:
+    """Return the problem if rows are sorted by a column which has no number in this one, or an empty text."""
+    try:
+        is_number = not column or isfinite(float(fields[column]))
+    except (KeyError, TypeError, ValueError):
+        is_number = False
+    return "" if is_number else f"no number in column '{column}' (dataset.curriculum.sort_by)"
 
 
 def length_problem(prompt: int, has_answer: bool, config: DatasetConfig) -> str:

@@ -5,12 +5,13 @@ T is the number of tokens of a batch, B its number of rows. Columns are packed, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realhf.api.config import GenerationConfig
+from realhf.api.curriculum import PromptResult
 from realhf.api.messages import State, Stats
 from realhf.api.model_config import ModelConfig
 from realhf.data.turns import TurnDriver
@@ -120,8 +121,10 @@ class Engine(Protocol):
 class InterfaceContext:
     """The worker's properties that an interface can use. ``tokenizer`` is None for models that read no text.
 
-    ``report_failure`` takes the description of a response without a reward, for the user. ``add_span`` takes the name,
-    the start and the duration, in microseconds of the wall clock, of a call in another process, for the trace.
+    ``report_failure`` takes the description of a response without a reward, for the user. ``report_results`` takes the
+    rewards of a call's prompts, before responses are selected; it is None if they are not needed. ``add_span`` takes
+    the name, the start and the duration, in microseconds of the wall clock, of a call in another process, for the
+    trace.
     """
 
     seed: int
@@ -129,6 +132,7 @@ class InterfaceContext:
     run_root: Path
     dp_rank: int = 0
     report_failure: Callable[[str], None] = lambda text: None
+    report_results: Callable[[Sequence[PromptResult]], None] | None = None
     add_span: Callable[[str, int, int], None] = lambda name, start_us, duration_us: None
 
 

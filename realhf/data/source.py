@@ -1,6 +1,7 @@
 """The stream of training rows as batches of tensors."""
 
 import json
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -70,34 +71,43 @@ class RowSource:
         """
         first, stop_ahead = start if first is None else first, stop + self._lookahead
         rows = [self._rows[i] for i in rows_at(self._seed, len(self), start, stop_ahead, self._config.shuffle)]
-        return self._assemble(range(first, first + stop - start), rows)
+        return self._assemble(range(first, first + stop - start), self._windows(rows))
+
+    def chosen(self, rows: Sequence[int], first: int) -> SequenceBatch:
+        """Return the given rows, numbered as prompts from ``first``; mismatched answers are those of the next rows."""
+        windows = [[self._rows[(row + i) % len(self)] for i in range(1 + self._lookahead)] for row in rows]
+        return self._assemble(range(first, first + len(rows)), windows)
 
     def resampled(self, step: int, own: range, start: int, stop: int, first: int) -> SequenceBatch:
         """Return replacement rows ``start`` to ``stop`` of a step with positions ``own``, numbered from ``first``."""
         taken = rows_at(self._seed, len(self), own.start, own.stop, self._config.shuffle)
         rows = [self._rows[i] for i in resampled_at(self._seed, len(self), step, taken, start, stop)]
-        return self._assemble(range(first, first + stop - start), rows)
+        return self._assemble(range(first, first + stop - start), [[row] for row in rows])
 
     def held_out(self, start: int, stop: int, first: int) -> SequenceBatch:
         """Return held-out rows ``start`` to ``stop`` in file order, numbered as prompts from ``first``."""
         rows = [self._held_out[i % self.n_held_out] for i in range(start, stop + self._lookahead)]
-        return self._assemble(range(first, first + stop - start), rows)
+        return self._assemble(range(first, first + stop - start), self._windows(rows))
 
-    def _assemble(self, positions: range, candidates: list[EncodedRow]) -> SequenceBatch:
-        """Return the batch of the first rows; the others are candidates for mismatched answers."""
-        rows = candidates[: len(positions)]
+    def _windows(self, rows: list[EncodedRow]) -> list[list[EncodedRow]]:
+        """Return each row with the ``lookahead`` rows after it, which are given too."""
+        return [rows[i : i + 1 + self._lookahead] for i in range(len(rows) - self._lookahead)]
+
+    def _assemble(self, positions: range, windows: list[list[EncodedRow]]) -> SequenceBatch:
+        """Return the batch of the first row of each window; the others are candidates for its mismatched answers."""
+        rows = [window[0] for window in windows]
         if self._task in (Task.prompt, Task.math, Task.code, Task.episode):
             columns = {"prompts": column([row.prompt for row in rows], torch.int64)}
             columns["row"] = column([row.fields for row in rows], torch.uint8)
             return SequenceBatch(tuple(RowId(p, PROMPT) for p in positions), columns)
         ids: list[RowId] = []
         sequences, mismatched = list[Text](), list[Text]()
-        for i, (position, row) in enumerate(zip(positions, rows, strict=True)):
+        for position, (row, *near) in zip(positions, windows, strict=True):
             answers = self._answers(position, row)
             ids += [RowId(position, sample) for sample in range(len(answers))]
             sequences += [(row.prompt, answer) for answer in answers]
             if self._max_length:
-                mismatched += self._mismatched(row, len(answers), candidates[i + 1 : i + 1 + LOOKAHEAD])
+                mismatched += self._mismatched(row, len(answers), near)
         columns = text_columns(sequences, ("tokens", "prompt_mask"))
         if self._max_length:
             columns |= text_columns(mismatched, tuple(KTO_KL_KEYS))
@@ -113,7 +123,9 @@ class RowSource:
         """Return the prompt ``n`` times, with answers of the first row in ``near`` or the file with another prompt."""
         other = next((r for r in chain(near, self._rows) if not np.array_equal(r.prompt, row.prompt)), None)
         if other is None:
-            raise UserError(f"{self._config.path}: all rows have the same prompt; mismatched answers need two prompts")
+            raise UserError(
+                f"{', '.join(self._config.sources)}: all rows have the same prompt; mismatched answers need two prompts"
+            )
         max_answer = self._max_length - len(row.prompt)
         return [(row.prompt, other.answers[k % len(other.answers)][:max_answer]) for k in range(n)]
 

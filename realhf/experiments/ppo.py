@@ -9,7 +9,9 @@ from realhf.algorithms.distillation.options import PLACEHOLDER, template_problem
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
+from realhf.api.config.option import FINITE, FRACTION
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
+from realhf.api.curriculum import CurriculumRules
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.machine import EnvironmentLoad
@@ -37,8 +39,8 @@ from realhf.experiments.options.models import (
     teacher_problems,
 )
 
-TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages",
-                 *TEACHER_KEYS)  # fmt: skip
+TRAINING_KEYS = ("rewards", "reward_parts", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline",
+                 "advantages", *TEACHER_KEYS)  # fmt: skip
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
 
 AVERAGE = "actor_ema"
@@ -66,6 +68,9 @@ class PPOExperiment(Experiment):
     actor_train: MFCConfig = opt(MFCConfig, "actor training")
     critic_train: MFCConfig = opt(MFCConfig, "critic training")
     ppo: PPOConfig = opt(PPOConfig, "the algorithm")
+    dataset_filter_threshold: float = opt(100.0, "prompts with a larger mean reward can leave the data", FINITE)
+    dataset_max_filter_percentage: float = opt(0.0, "largest fraction of the prompts that leave the data before a new "
+                                                    "epoch, highest mean reward first; 0: none", FRACTION)  # fmt: skip
     env: EnvConfig = opt(EnvConfig, "an environment: multi-turn rollouts with its rewards")
     evaluation: EvaluationConfig = opt(EvaluationConfig, "sampling on held-out prompts")
 
@@ -188,6 +193,10 @@ class PPOExperiment(Experiment):
                              init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
         return {**roles, "critic": RoleSpec(critic, scalar_head=True)}
 
+    def curriculum_rules(self) -> CurriculumRules:
+        return replace(super().curriculum_rules(), filter_threshold=self.dataset_filter_threshold,
+                       max_filtered=self.dataset_max_filter_percentage)  # fmt: skip
+
     def sampling_options(self) -> GenerationConfig | None:
         return self.ppo.gen
 
@@ -220,8 +229,14 @@ class PPOExperiment(Experiment):
         """Return the lowest and the highest score of a response."""
         return (-inf, inf) if self.env.cls or self.score.type in COMPARED else (0.0, 1.0)
 
+    def n_rewards(self) -> int:
+        """Return the number of rewards of which advantages may read each by itself."""
+        return 1
+
     def problems(self) -> list[str]:
         problems = unmet([
+            (self.ppo.advantage is not Advantage["gdpo"] or self.n_rewards() > 1,
+             "ppo.advantage=gdpo normalises each of several rewards: set reward.fns, or reward.fn and reward.group_fn"),
             (self.ppo.ref_ema_eta is None or not self.ref.offload,
              "ref.offload=True and ppo.ref_ema_eta: an updated reference cannot be offloaded"),
             (self.ppo.ref_ema_eta is None or not self.actor.lora.rank,
@@ -229,6 +244,8 @@ class PPOExperiment(Experiment):
             (self.has_reference or self.ref == ModelSpec(), "ref has options, but ppo.kl_in=none uses no reference"),
             (has_model(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
+            (self.dataset_max_filter_percentage or self.dataset_filter_threshold == 100.0,
+             f"dataset_filter_threshold={self.dataset_filter_threshold} needs dataset_max_filter_percentage"),
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
         ])  # fmt: skip

@@ -42,6 +42,9 @@ class PPOMathExperiment(PPOExperiment):
         is_bounded = not self.env.cls and not self._reward_models.is_set
         return score_range(self.reward) if is_bounded else (-inf, inf)
 
+    def n_rewards(self) -> int:
+        return 1 if self.env.cls else len(fns_of(self.reward)) + bool(self.reward.group_fn)
+
     def problems(self) -> list[str]:
         models = self._reward_models
         return super().problems() + ([] if self.env.cls else self._reward_problems()) + unmet([
@@ -75,9 +78,9 @@ class PPOMathExperiment(PPOExperiment):
         ])  # fmt: skip
 
     def warnings(self) -> list[str]:
-        is_constant = not (self.env.cls or self.reward.group_fn or fns_of(self.reward) or self._reward_models.is_set)
+        has_signal = self.env.cls or self.teacher_role or self.n_rewards() or self._reward_models.is_set
         constant = ["reward.fn=none without reward.group_fn or a reward model (rew.path): all rewards are equal"]
-        return super().warnings() + (constant if is_constant else [])
+        return super().warnings() + ([] if has_signal else constant)
 
 
 @dataclass

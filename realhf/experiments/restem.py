@@ -13,7 +13,7 @@ from realhf.api.config.option import COUNT, COUNT_OR_ALL, DATA, FINITE, opt
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet
+from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet, unused_curriculum
 from realhf.experiments.sft import SFTExperiment
 
 
@@ -49,6 +49,7 @@ class RestEMExperiment(MultiStageExperiment):
             (self.max_per_prompt != 0, "max_per_prompt must be positive or -1, got 0"),
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
         ])  # fmt: skip
+        problems += unused_curriculum(self.dataset, "restem")
         problems += sampling_problems("sampling", self.sampling) + sampling_problems("validation", self.validation)
         return problems + reward_problems(self.reward, min(self.sampling.n, self.validation.n))
 

@@ -10,7 +10,7 @@ from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph
 from realhf.data.files import read_raw_rows
-from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet
+from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet, unused_curriculum
 from realhf.experiments.options.models import RewardModels, reward_task, sampling_call, score_call, verifier_call
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
@@ -54,7 +54,7 @@ class Scoring(Experiment):
             (self.is_sampled or self.sampling == type(self)().sampling,
              "sampling has options, but without policy.path no responses are sampled"),
         ])  # fmt: skip
-        problems += self.reward_models.problems()
+        problems += self.reward_models.problems() + unused_curriculum(self.dataset, "scoring")
         if self.judge:
             problems += reward_problems(self.reward, self.sampling.n if self.is_sampled else 1)
             problems += [] if self.is_sampled else self._solution_problems()

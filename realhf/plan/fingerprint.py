@@ -40,7 +40,7 @@ def take_fingerprint(name: str, experiment: Experiment, graph: Graph, roles: Map
     data, texts = experiment.dataset, [text for mfc in mfcs for text in _strings(mfc.interface.config)]
     return {
         "code": packages | code | _user_files([name, *(mfc.interface.name for mfc in mfcs)]),
-        "data": _data("dataset.path", data.path),
+        "data": _sources(data.sources),
         "eval_data": _data("dataset.eval_path", data.eval_path) if data.eval_path else {},
         "reward_file": _user_files(texts) | {text: _digest(Path(text)) for text in texts if TEXT_FILE.fullmatch(text)},
         "models": {
@@ -98,6 +98,13 @@ def _data(option: str, path: str) -> dict[str, str]:
     except ValueError:
         files = []
     return {option if len(files) < 2 else f"{option}/{file.name}": _digest(file) for file in files or [Path(path)]}
+
+
+def _sources(paths: Sequence[str]) -> dict[str, str]:
+    if len(paths) == 1:
+        return _data("dataset.path", paths[0])
+    numbered = (_data(f"dataset.paths.{i}", path) for i, path in enumerate(paths))
+    return {key: digest for one in numbered for key, digest in one.items()}
 
 
 def _digest(path: Path) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from realhf.api.curriculum import CurriculumRules
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
@@ -37,7 +38,7 @@ class ExpectedPerformance:
 class RunSpec:
     """A run. ``experiment`` is its name on the command line, ``n_rows`` the number of rows per epoch.
 
-    ``digest`` identifies the files that it was read from.
+    ``source_rows`` are those of each source of training data. ``digest`` identifies the files that it was read from.
     """
 
     experiment: str
@@ -52,6 +53,7 @@ class RunSpec:
     expected: ExpectedPerformance | None = None
     n_held_out: int = 0
     digest: str = ""
+    source_rows: tuple[int, ...] = ()
 
     @cached_property
     def schedule(self) -> TrainSchedule:
@@ -59,6 +61,18 @@ class RunSpec:
         resamples = self.graph.filter_mfc.resamples if self.graph.filter_mfc else 0
         return make_train_schedule(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
                           control.total_train_steps, resamples)  # fmt: skip
+
+    @cached_property
+    def curriculum(self) -> CurriculumRules | None:
+        """The rules by which rows are chosen; None if only seed and position determine them."""
+        rules = self.config.curriculum_rules()
+        return rules if rules.has_effect else None
+
+    @property
+    def result_mfc(self) -> str:
+        """The call whose results the curriculum remembers; empty for none."""
+        reads = self.curriculum is not None and self.curriculum.reads_rewards
+        return self.graph.producer["rewards"].name if reads else ""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

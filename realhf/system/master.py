@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ from realhf.api import messages
 from realhf.api.batch_meta import BatchMeta
 from realhf.api.graph import Kind
 from realhf.base.errors import RunFailed, RunStopped
+from realhf.data.curriculum import Curriculum, CurriculumState
 from realhf.plan.compile.program import home_layout, layout_ranks
-from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
+from realhf.plan.compile.schedule import (
+    Action,
+    Dispatch,
+    FetchRows,
+    FinishStep,
+    MasterState,
+    PromptRange,
+    RowsReady,
+    TrainSchedule,
+)
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.best_models import BestModels, BestRecord
 from realhf.system.checkpoint.manifest import Manifest, Rollout, checkpoints_of, commit, flat_options, tmp_folder
@@ -90,6 +101,7 @@ class Master:
             last[1].carried if last else None,
         )
         self.state.states |= last[1].states if last else {}
+        self.curriculum = self._curriculum(schedule, last[1].curriculum if last else None)
         self.pending_checkpoint: tuple[Manifest, list[_Request]] | None = None
         self.uncommitted: set[int] = set()  # steps of checkpoints in progress
         self.rollouts: list[_Request] = []  # of generating calls of unfinished steps
@@ -98,6 +110,14 @@ class Master:
         self.last_request = 0
         self.last_time = dict.fromkeys(("eval", "save", "ckpt"), time.monotonic())
         self.best = BestModels(run.paths.best, run.config.exp_ctrl.keep_best)
+
+    def _curriculum(self, schedule: TrainSchedule, state: CurriculumState | None) -> Curriculum | None:
+        run, lag = self.run, self.state.fetch_lag
+        if run.curriculum is None:
+            return None
+        return Curriculum(
+            run.curriculum, run.source_rows, schedule, run.config.seed, run.config.dataset.shuffle, lag, state
+        )
 
     def train(self) -> None:
         """Run all steps; ``RunFailed`` on failure, ``RunStopped`` after a requested stop with a checkpoint."""
@@ -110,6 +130,8 @@ class Master:
                 self._finish_checkpoint()  # of the last step
             elif (event := self.pending_events.pop(0) if self.pending_events else self._next_event()) is not None:
                 self.telemetry.event(event)
+                if self.curriculum is not None and event.results:
+                    self.curriculum.record(event.span.step, event.results)
                 self._perform(self.state.handle(event))
         assert self.state.is_over, "no request is in progress, but the run is not over"
         self._send_all(messages.Shutdown())
@@ -181,7 +203,9 @@ class Master:
 
         ranks = self.run.fetch_ranks
         request = self._request(ranks, f"the data of step {span.step + 1}", span.step, fetched)
-        self.channel.send(ranks, messages.Fetch(request, span.step, span.start, span.stop))
+        is_training = span.step < self.run.eval_schedule.first_step
+        rows = self.curriculum.rows(span) if self.curriculum is not None and is_training else ()
+        self.channel.send(ranks, messages.Fetch(request, span.step, span.start, span.stop, rows))
 
     def _replay(self, rollout: Rollout, call: messages.PrepareCall) -> None:
         """Use the rows in the checkpoint, which worker 0 has read, as the results of a generating call."""
@@ -199,7 +223,8 @@ class Master:
                 rolled_out.rollout = Rollout(call.mfc, span, outputs, sum_stats([reply.stats for reply in replies]))
             states = [reply.state for reply in replies if reply.state is not None]
             carried = {reply.rank: reply.carried for reply in replies if reply.carried is not None}
-            return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None, carried)
+            results = tuple(chain.from_iterable(reply.results for reply in replies))
+            return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None, carried, results)
 
         ranks = sorted(layout_ranks(self.run.program[call.mfc]) | call.holders.ranks)
         request = self._request(ranks, f"{call.mfc} of step {span.step + 1}", span.step, finished, call.mfc)
@@ -216,6 +241,8 @@ class Master:
             return
         step = span.step + 1
         is_evaluated = bool(self.run.graph.evaluation) and self._is_due(step, "eval")
+        if self.curriculum is not None:
+            self.telemetry.add_metrics(span.step, self.curriculum.finish(span.step))
         self.telemetry.step_done(span.step, is_evaluated)
         self._log_generations(span)
         self._send_all(messages.FreeRows(span.start, span.stop))
@@ -289,7 +316,8 @@ class Master:
         layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
         manifest = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint, flat_options(run.config),
-                            self.accepted, carried=self.state.carried_rows(step))  # fmt: skip
+                            self.accepted, carried=self.state.carried_rows(step),
+                            curriculum=self.curriculum.state(step) if self.curriculum else None)  # fmt: skip
         self.uncommitted.add(step)
         self.pending_checkpoint = manifest, [*self.rollouts]  # complete before the files: workers reply in order
         folder = str(tmp_folder(run.paths.checkpoints, step))

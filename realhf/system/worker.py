@@ -19,6 +19,7 @@ from realhf.api import messages
 from realhf.api.batch_meta import RowId
 from realhf.api.config.choices import CpuAffinity
 from realhf.api.config.preference import KTO_KL_KEYS
+from realhf.api.curriculum import PromptResult
 from realhf.api.graph import InterfaceSpec, Kind
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
@@ -86,6 +87,7 @@ class ModelWorker:
         self.servers: list[VllmServer] = []
         self.calls: dict[int, messages.PrepareCall] = {}  # prepared ones, by request
         self.failures: list[str] = []  # responses without a reward in the current call
+        self.results: list[PromptResult] = []  # of the current call
         self.during = "start-up"
         self.writer = CheckpointWriter()
 
@@ -119,9 +121,9 @@ class ModelWorker:
                     self._restore(Path(checkpoint))
                 self.log.info("ready: %s", info)
                 self.send(messages.Ready(self.rank, info))
-            case messages.Fetch(request, step, start, stop):
-                self.during = f"reading prompts {start} to {stop - 1}"
-                self._fetch(request, step, start, stop)
+            case messages.Fetch():
+                self.during = f"reading prompts {message.start} to {message.stop - 1}"
+                self._fetch(message)
             case messages.PrepareCall():
                 self.during = f"transferring rows for {message.mfc} of step {message.step + 1}"
                 self.executor.receive_inputs(message)
@@ -134,9 +136,11 @@ class ModelWorker:
                 self.during = f"{call.mfc} of step {call.step + 1}"
                 result = self.executor.execute(call)
                 values = {"failure": self.failures[0].encode(errors="replace").decode()} if self.failures else {}
+                results = tuple(self.results) if call.mfc == self.run.result_mfc else ()
                 self.failures.clear()
+                self.results.clear()
                 self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state,
-                           values=values, carried=result.carried)  # fmt: skip
+                           values=values, carried=result.carried, results=results)  # fmt: skip
             case messages.ReadRows(request, ids, keys):
                 self.during = "reading rows"
                 self.send(messages.Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
@@ -209,7 +213,7 @@ class ModelWorker:
             mismatched = bool(KTO_KL_KEYS.keys() & set(run.graph.dataset_keys))
             self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed, mismatched)
             if (len(self.source), self.source.n_held_out) != (run.n_rows, run.n_held_out):
-                raise UserError(f"{run.config.dataset.path} has {len(self.source)} rows and {self.source.n_held_out} "
+                raise UserError(f"{run.config.data_text} has {len(self.source)} rows and {self.source.n_held_out} "
                                 f"held-out rows, at launch it had {run.n_rows} and {run.n_held_out}")  # fmt: skip
         sizes = {role: engine.params.data.numel() for (role, _), engine in engines.items()}
         return {"parameters": sizes, "seconds": time.monotonic() - began, "device": str(self.device)}
@@ -243,7 +247,8 @@ class ModelWorker:
             shared = (judge for *judge_key, judge in judges if mfc.role is None and tuple(judge_key) == key)
             if (interface := next(shared, None)) is None:
                 context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, key[1],
-                                           self.failures.append, self.spans.add_concurrent)  # fmt: skip
+                                           self.failures.append, self.results.extend if run.result_mfc else None,
+                                           self.spans.add_concurrent)  # fmt: skip
                 interface = build_interface(mfc.interface, context)
                 judges += [(*key, interface)] if mfc.role is None else []
             interfaces[mfc.name] = interface
@@ -269,14 +274,17 @@ class ModelWorker:
             if name.startswith(f"{ROWS}."):
                 self.executor.store.load(load_file(folder / name), self.device)
 
-    def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
+    def _fetch(self, fetch: messages.Fetch) -> None:
+        """Read this worker's part of the prompts."""
         assert self.source is not None, "only fetch ranks read data"
         index, count = self.run.fetch_ranks.index(self.rank), len(self.run.fetch_ranks)
-        first, last = (start + (stop - start) * k // count for k in (index, index + 1))
+        start, stop = ((fetch.stop - fetch.start) * k // count for k in (index, index + 1))
+        first, last, rows = fetch.start + start, fetch.start + stop, fetch.rows[start:stop]
         with self.spans.span("fetch"):
-            batch = self._read(self.source, first, last).to(self.device)
+            batch = self.source.chosen(rows, first) if fetch.rows else self._read(self.source, first, last)
+            batch = batch.to(self.device)
             self.executor.store.put(batch)
-        self._done(request, step, outputs=batch.meta)
+        self._done(fetch.request, fetch.step, outputs=batch.meta)
 
     def _read(self, source: RowSource, start: int, stop: int) -> SequenceBatch:
         """Return the rows of the prompts ``start`` to ``stop`` of one step of training or evaluation."""

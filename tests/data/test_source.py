@@ -1,6 +1,8 @@
 """Tokenised data files and their batches, with a tokenizer of one token per character."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import DatasetConfig, OnBadRow
+from realhf.api.config import CurriculumConfig, DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
 from realhf.data.batch import SequenceBatch
-from realhf.data.encode import encode_chunk
+from realhf.data.encode import encode_chunk, encode_split
 from realhf.data.rows import Row
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import encode_answers, encode_prompts, encode_segments, load_tokenizer
@@ -329,3 +331,54 @@ def test_answers_to_score_have_their_row(tmp_path: Path, tokenizer: PreTrainedTo
     assert batch["tokens"].tolist() == [2, *ids("abc"), 1, 2, *ids("def")]  # a truncated answer has no EOS
     assert batch["prompt_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1, 0, 0]
     assert [row_fields(data) for data in batch.columns["row"].rows()] == rows
+
+
+def leveled(tmp_path: Path, name: str, levels: list[object]) -> str:
+    file = tmp_path / f"{name}.jsonl"
+    rows = [{"prompt": f"{name}{i}", "solutions": ["1"], "level": level} for i, level in enumerate(levels)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def prompts_of(stream: RowSource, rows: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [tokenizer.decode(row[1:]) for row in stream.chosen(rows, 0).columns["prompts"].rows()]
+
+
+def test_chosen_rows_of_several_sources(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    paths = [leveled(tmp_path, "a", [1, 2]), leveled(tmp_path, "b", [3, 4, 5])]
+    config = DatasetConfig(paths=paths)
+    stream = RowSource(config, Task.math, tokenizer, seed=3)
+    assert prompts_of(stream, [4, 0, 0, 2], tokenizer) == ["b2", "a0", "a0", "b0"]
+    batch = stream.chosen([1, 3], 10)
+    assert (
+        batch.ids == (RowId(10, PROMPT), RowId(11, PROMPT)) and row_fields(batch.columns["row"].rows()[1])["level"] == 4
+    )
+    assert stream.chosen([], 10).ids == ()
+    train, held_out = encode_split(replace(config, eval_fraction=0.4), Task.math, tokenizer)
+    assert len(train.sizes) == 2 and sum(train.sizes) == len(train) == 3 and len(held_out) == 2
+    assert encode_split(DatasetConfig(path=paths[0]), Task.math, tokenizer)[0].sizes == (2,)
+
+
+def test_rows_are_sorted_within_their_source(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Text in CSV may be a number; equal numbers are in random order."""
+    paths = [leveled(tmp_path, "a", ["3", 1.5, -2]), leveled(tmp_path, "b", [0] * 20)]
+    config = DatasetConfig(paths=paths, curriculum=CurriculumConfig(sort_by="level"))
+    stream = RowSource(config, Task.math, tokenizer, seed=3)
+    found = prompts_of(stream, range(23), tokenizer)
+    assert found[:3] == ["a2", "a1", "a0"]
+    assert sorted(found[3:]) == sorted(f"b{i}" for i in range(20)) != found[3:] != [f"b{i}" for i in range(20)]
+    held_out = RowSource(replace(config, eval_path=paths[0]), Task.math, tokenizer, seed=3).held_out(0, 3, 0)
+    assert [row_fields(row)["level"] for row in held_out.columns["row"].rows()] == ["3", 1.5, -2]
+    for bad in (None, "hard", float("nan"), [1]):
+        config.paths = [leveled(tmp_path, "a", [1, bad])]
+        with pytest.raises(UserError, match=r"a.jsonl:2: no number in column 'level' \(dataset.curriculum.sort_by\)"):
+            RowSource(config, Task.math, tokenizer, seed=3)
+
+
+def test_mismatched_answers_of_chosen_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """They are those of the next rows of the data, so they do not depend on which worker reads a row."""
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in letters(4)))
+    stream = RowSource(DatasetConfig(path=str(file)), Task.pairs, tokenizer, seed=3, mismatched=True)
+    whole = texts(stream.chosen([3, 1, 0], 0), "kl_tokens", tokenizer)
+    assert whole == [t for i in (3, 1, 0) for t in texts(stream.chosen([i], 0), "kl_tokens", tokenizer)]

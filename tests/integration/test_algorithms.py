@@ -29,6 +29,14 @@ KINDS = {
         "ppo.recompute_logprobs=True",
         "ppo.importance=sequence_mis",
     ],
+    "reinforce-pp, gdpo": [
+        "reward.fn=math",  # the default: the rewards are those of fns
+        "reward.fns=[FILE:graded,FILE:rare]",
+        "reward.weights=[1,2]",
+        "ppo.advantage=gdpo",
+        "ppo.policy_loss=kl_cov",
+        "ppo.losses.kl_cov.share=0.2",
+    ],
     "remax": ["ppo.kl_in=none"],
     "vineppo": ["vine.n_rollouts=2", "vine.max_states=2"],
 }
@@ -36,13 +44,18 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(
-    realhf_all: Callable[..., Runs], ppo_words: list[str], actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    realhf_all: Callable[..., Runs],
+    ppo_words: list[str],
+    actor_folder: Path,
+    reward_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Runs:
     found: Runs = {}
     for name, words in KINDS.items():
-        options = [word.replace("ACTOR", str(actor_folder)) for word in words]
+        options = [word.replace("ACTOR", str(actor_folder)).replace("FILE", str(reward_file)) for word in words]
         variants = {name: options, f"{name}, cut": [*options, *CUT]}
-        found |= realhf_all(name, tmp_path_factory.mktemp(name), variants, [*ppo_words, *FEW])
+        experiment = name.partition(",")[0]
+        found |= realhf_all(experiment, tmp_path_factory.mktemp(experiment), variants, [*ppo_words, *FEW])
     return found
 
 

@@ -62,6 +62,15 @@ def test_an_edit_changes_the_part_of_its_file(
     assert list(changed) == ([PART_OF[file]] if PART_OF[file] else [])
 
 
+def test_sources_are_told_apart_by_their_order(experiment: PPOMathExperiment, tmp_path: Path) -> None:
+    one, two = (str(tmp_path / name) for name in ("train.jsonl", "valid.jsonl"))
+    experiment.dataset.path, experiment.dataset.paths = "", [one, two]
+    before = take(experiment)
+    assert list(before["data"]) == ["dataset.paths.0", "dataset.paths.1"]
+    experiment.dataset.paths = [two, one]
+    assert list(fingerprint_changes(before, take(experiment))) == ["data"]
+
+
 def test_code_includes_sources_kernels_versions_and_files_of_experiments(
     experiment: PPOMathExperiment, tmp_path: Path
 ) -> None:

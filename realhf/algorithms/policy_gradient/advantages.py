@@ -132,6 +132,18 @@ def rloo(x: AdvantageInputs, _: None) -> Advantages:
     return x.of_episodes(leave_one_out)
 
 
+def gdpo(x: AdvantageInputs, _: None) -> Advantages:
+    """Return the weighted sum of the scores of each reward, each normalised over the group by itself.
+
+    A reward with small differences counts as much as one with large differences. The column ``reward_parts`` has the
+    weights of the rewards, then the scores.
+    """
+    weights, scores = x.batch["reward_parts"].view(len(x.batch), -1).chunk(2, 1)
+    columns = [group_advantages(column, x.groups, GroupStd.population) for column in scores.unbind(1)]
+    parts = (weight * column for weight, column in zip(weights.unbind(1), columns, strict=True))
+    return x.per_token(sum(parts, scores.new_zeros(len(scores))))
+
+
 def opo(x: AdvantageInputs, _: None) -> Advantages:
     """Subtract the group's mean score weighted by lengths: of least variance if gradients of tokens are independent."""
     episode_of = episode_numbers(x.batch)
@@ -205,6 +217,8 @@ ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
     "group": Component(group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)",
                        GroupOptions, check_group),
+    "gdpo": Component(gdpo, "each of several rewards normalised over the group, then summed (GDPO, arXiv 2601.05242)",
+                      check=check_group),
     "turn": Component(turn, "return from each turn on, normalised over the group by turn (MT-GRPO, arXiv 2505.11821)",
                       TurnOptions, check_group),
     "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),

@@ -1,6 +1,6 @@
 """Rewards from scores, and the selection of the responses to train on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, islice
 
 from torch import Tensor
@@ -9,12 +9,20 @@ from realhf.algorithms.policy_gradient.advantages import episode_numbers, equal_
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.stats import mean_of
 from realhf.api.batch_meta import RowId
+from realhf.api.curriculum import PromptResult
 from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 
+Report = Callable[[Sequence[PromptResult]], None] | None
+
 
 def rewards_of(
-    batch: SequenceBatch, scores: Tensor, config: PPOConfig, model_scores: Tensor | None = None
+    batch: SequenceBatch,
+    scores: Tensor,
+    config: PPOConfig,
+    report: Report = None,
+    is_right: Sequence[bool] = (),
+    model_scores: Tensor | None = None,
 ) -> tuple[SequenceBatch, Stats]:
     """Return the selected rows with ``rewards = (score - reward_output_bias) * reward_output_scaling`` (float32).
 
@@ -22,7 +30,8 @@ def rewards_of(
     ``rm_output_scaling`` are added. Drops responses without a finite reward. Keeps the ``group_size`` best responses
     per prompt, then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all
     responses with a reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without. The rows
-    of an episode have the same score: they count once, and are kept or dropped together.
+    of an episode have the same score: they count once, and are kept or dropped together. ``report`` takes the rewards
+    of every prompt before the selection, and counts of rows that are ``is_right``, if a verifier decides it.
     """
     rewards = (scores - config.reward_output_bias) * config.reward_output_scaling
     if model_scores is not None:
@@ -35,6 +44,10 @@ def rewards_of(
     stats["failed"] = mean_of(~finite)
     episodes = [number for number, is_finite in enumerate(finite.tolist()) if is_finite]
     values, ids = rewards.tolist(), [batch.ids[row] for row in firsts]
+    if report is not None:
+        rows = [firsts[k] for k in episodes]
+        report(prompt_results([batch.ids[row].prompt for row in rows], [values[row] for row in rows],
+                              [is_right[row] for row in rows] if is_right else None))  # fmt: skip
     if config.generation_size is not None and config.generation_size > config.group_size:
         lengths = response_lengths(batch, episode_of)
         found = [ids[k] for k in episodes], [values[firsts[k]] for k in episodes], [lengths[k] for k in episodes]
@@ -45,6 +58,21 @@ def rewards_of(
     kept = set(episodes)
     result = SequenceBatch(batch.ids).with_scalars("rewards", rewards)
     return result.select([row for row, number in enumerate(episode_of) if number in kept]), stats
+
+
+def prompt_results(
+    prompts: Sequence[int], rewards: Sequence[float], is_right: Sequence[bool] | None
+) -> list[PromptResult]:
+    """Return the results of responses by prompt."""
+    by_prompt: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(i)
+    return [
+        PromptResult(
+            prompt, tuple(rewards[i] for i in rows), None if is_right is None else sum(is_right[i] for i in rows)
+        )
+        for prompt, rows in by_prompt.items()
+    ]
 
 
 def response_lengths(batch: SequenceBatch, episode_of: Sequence[int]) -> list[int]:

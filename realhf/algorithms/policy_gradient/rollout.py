@@ -201,13 +201,13 @@ class EpisodeRewards:
     config_type = PPOConfig
 
     def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
-        self.config = config
+        self.config, self.report = config, context.report_results
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = batch["scores"]
         if "model_scores" in batch.columns:
             sums, sizes = group_sums(batch["model_scores"], episode_numbers(batch))
             scores = scores + (sums / sizes).to(scores.dtype)
-        rows, stats = rewards_of(batch, scores, self.config)
+        rows, stats = rewards_of(batch, scores, self.config, self.report)
         del stats["failed"]  # a statistic of the rollout
         return rows, stats

@@ -8,14 +8,16 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.algorithms.policy_gradient.rewards import rewards_of
+from realhf.api.batch_meta import RowId
 from realhf.api.config import RewardConfig, opt
 from realhf.api.experiment import Task
 from realhf.api.messages import State, Stats
 from realhf.base.paths import RunDir
-from realhf.data.batch import SequenceBatch
+from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
 from realhf.rewards.group.scorer import GroupScorer
 from realhf.rewards.judge.pool import Judge, judge_once, open_judge
@@ -113,7 +115,12 @@ class Verifier:
         totals = torch.full((len(batch),), torch.nan, dtype=torch.float64)
         totals[judged] = weights @ torch.tensor(scores, dtype=torch.float64).reshape(n_rewards, len(judged))
         model_scores = batch["model_scores"] if "model_scores" in batch.columns else None
-        rewarded, reward_stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo, model_scores)
+        right = dict(zip(judged, self.right(verdicts), strict=False))  # rows that are not judged have no reward
+        is_right = [right.get(i, False) for i in range(len(batch))] if right else []
+        totals, report = totals.to(batch["tokens"].device), self.context.report_results
+        rewarded, reward_stats = rewards_of(batch, totals, self.config.ppo, report, is_right, model_scores)
+        if self.config.ppo.advantage is Advantage["gdpo"]:
+            rewarded = with_parts(rewarded, [batch.ids[i] for i in judged], weights, scores)
         stats |= reward_stats | self.accuracy_stats(verdicts)
         if formats:
             stats["format_ok"] = (float(sum(format_ok)), float(len(judged)))
@@ -152,6 +159,11 @@ class Verifier:
         if all(max(column) <= worst for column in scores):
             raise ValueError(f"all {len(scores[0])} responses are wrong (reward.check_verifier_status is set)")
 
+    def right(self, verdicts: Sequence[Sequence[Verdict]]) -> list[bool]:
+        """Return which responses are correct by the first built-in verifier; nothing without one."""
+        columns = (column for fn, column in zip(self.fns, verdicts, strict=False) if builtin_verifier(fn))
+        return [verdict.score > 0 for verdict in next(columns, ())]
+
     def accuracy_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
         """Return the accuracy of the first built-in verifier."""
         stats = Stats()
@@ -159,7 +171,7 @@ class Verifier:
             if (kind := builtin_verifier(fn)) is None:
                 continue
             count = float(len(column))
-            stats["accuracy"] = (float(sum(v.score > 0 for v in column)), count)
+            stats["accuracy"] = (float(sum(self.right(verdicts))), count)
             if VERIFIERS[kind].task is Task.code:
                 reasons = Counter(v.detail for v in column if v.status is Status.ok)
                 stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
@@ -169,6 +181,19 @@ class Verifier:
     def close(self) -> None:
         for judge in self.all_judges:
             judge.close()
+
+
+def with_parts(
+    rewarded: SequenceBatch, ids: Sequence[RowId], weights: Tensor, scores: Sequence[Sequence[float]]
+) -> SequenceBatch:
+    """Add the column ``reward_parts``: of each row the weights of the rewards, then its score by each, ``2 n`` numbers.
+
+    ``scores`` are those of the rows ``ids``, by reward.
+    """
+    row_of, table = {row: i for i, row in enumerate(ids)}, torch.tensor(scores, dtype=torch.float32).t()
+    own = table[[row_of[row] for row in rewarded.ids]]
+    parts = torch.cat((weights.float().expand(len(own), -1), own), 1).to(rewarded["rewards"].device)
+    return rewarded.with_columns(reward_parts=Column(parts.flatten(), (parts.shape[1],) * len(own)))
 
 
 def failure_stats(results: Sequence[Sequence[Verdict]]) -> Stats:

@@ -70,11 +70,11 @@ class PairedReward:
     config_type = PPOConfig
 
     def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
-        self.config = config
+        self.config, self.report = config, context.report_results
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.last_values())
-        return rewards_of(batch, scores.float(), self.config)
+        return rewards_of(batch, scores.float(), self.config, self.report)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class LabelledReward:
     def __init__(self, config: LabelledRewardConfig, context: InterfaceContext) -> None:
         if config.score.type not in LABELS:
             raise ValueError(f"a model of {config.score.type.name} returns scores, not probabilities: use paired_rw")
-        self.config = config
+        self.config, self.report = config, context.report_results
         self.tokenizer = context.tokenizer
         self.split = SPLITTERS[config.score.step_splitter]
 
@@ -103,14 +103,14 @@ class LabelledReward:
         tokens = batch.only(("tokens",))
         if self.config.score.type is RewardModelType.outcome:
             logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
-            return rewards_of(batch, logits.sigmoid().float(), self.config.ppo)
+            return rewards_of(batch, logits.sigmoid().float(), self.config.ppo, self.report)
         probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
         is_end = Column(torch.zeros_like(probabilities, dtype=torch.bool), batch.lengths("tokens"))
         for row, starts in zip(is_end.rows(), step_starts(batch, self.tokenizer, self.split), strict=True):
             row[[*(start - 1 for start in starts[1:]), -1]] = True
         steps = Column(probabilities[is_end.data], tuple(int(row.sum()) for row in is_end.rows()))
         scores = aggregate(steps, self.config.score.aggregate) + 0 * aggregate(steps, Aggregate.mean)  # NaN if any is
-        result, stats = rewards_of(batch, scores.float(), self.config.ppo)
+        result, stats = rewards_of(batch, scores.float(), self.config.ppo, self.report)
         dense = Column(probabilities.masked_fill(~is_end.data, -1.0), is_end.lengths)
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
@@ -133,7 +133,7 @@ class EnsembleReward:
     config_type = EnsembleRewardConfig
 
     def __init__(self, config: EnsembleRewardConfig, context: InterfaceContext) -> None:
-        self.config = config
+        self.config, self.report = config, context.report_results
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         ensemble = self.config.ensemble
@@ -141,7 +141,7 @@ class EnsembleReward:
         scores = np.stack([column.double().cpu().numpy() for column in columns])  # [k, B]
         check_scores(scores, ensemble.members, batch.ids)
         total = torch.from_numpy(combine(scores, ensemble)).to(columns[0].device)
-        rewarded, stats = rewards_of(batch, total, self.config.ppo)
+        rewarded, stats = rewards_of(batch, total, self.config.ppo, self.report)
         spread, lowest, count = variance(scores, ensemble.uwo_unbiased), scores.argmin(axis=0), float(len(batch))
         stats |= {"variance": (float(spread.sum()), count)}
         return rewarded, stats | {f"lowest_{i}": (float((lowest == i).sum()), count) for i in range(len(scores))}

@@ -19,7 +19,7 @@ from realhf.api.config.choices import (
     ValueNormType,
     WandbMode,
 )
-from realhf.api.config.dataset import DatasetConfig
+from realhf.api.config.dataset import CurriculumConfig, DatasetConfig
 from realhf.api.config.environment import EnvConfig
 from realhf.api.config.experiment import ExperimentConfig, ExperimentControl, ResumeConfig
 from realhf.api.config.generation import EvaluationConfig, GenerationConfig

@@ -9,6 +9,7 @@ from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import VllmConfig
 from realhf.api.config.option import COUNT, COUNT_OR_ALL, NATURAL, NON_NEGATIVE, SECONDS, SEED, Range, leaves, opt
+from realhf.api.curriculum import CurriculumRules, source_names
 
 
 @dataclass
@@ -90,6 +91,27 @@ class ExperimentConfig:
         if not names or not path:
             return path or ""
         return f"{names[0]}@{os.path.basename(path).partition(':')[0]}"  # the name has the selection too
+
+    def curriculum_rules(self) -> CurriculumRules:
+        data, options = self.dataset, self.dataset.curriculum
+        band = (options.min_pass_rate, options.max_pass_rate)
+        low, high = options.final_min_pass_rate, options.final_max_pass_rate
+        return CurriculumRules(
+            band,
+            (band[0] if low is None else low, band[1] if high is None else high),
+            options.recheck_epochs,
+            options.pass_reward,
+            names=source_names([self.portable(path) for path in data.sources]),
+            weights=tuple(data.weights),
+            final_weights=tuple(options.final_weights),
+            ramp_steps=options.ramp_steps,
+            is_sorted=bool(options.sort_by),
+        )
+
+    @property
+    def data_text(self) -> str:
+        """The paths of the training data as text."""
+        return ", ".join(map(self.portable, self.dataset.sources))
 
     def warnings(self) -> list[str]:
         """Return warnings about valid but questionable options, one line each."""

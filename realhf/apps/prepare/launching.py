@@ -52,6 +52,7 @@ class StoredRun:
     expected: ExpectedPerformance | None
     launch: str
     snapshots: dict[str, str] = field(default_factory=dict)
+    source_rows: tuple[int, ...] = ()
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def locked(paths: RunDir) -> Iterator[None]:
 def write_run(run: RunSpec, launch_id: str = "") -> None:
     """Write config.yaml and plan.json; a new launch, which has a ``launch_id``, replaces the run directory."""
     stored = StoredRun(run.experiment, Device(run.device), run.n_rows, run.n_held_out, run.plan, run.expected,
-                       launch_id or stored_run(run.paths).launch, run.config.snapshots)  # fmt: skip
+                       launch_id or stored_run(run.paths).launch, run.config.snapshots, run.source_rows)  # fmt: skip
     if launch_id and run.paths.root.exists() and any(run.paths.root.iterdir()):
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def read_run(root: Path) -> RunSpec:
     with damage_reported(paths.plan, DAMAGED):
         digest = sha256(paths.config) + sha256(paths.plan)
         run = RunSpec(stored.experiment, experiment, task, graph, roles, stored.plan, paths, stored.device.value,
-                      stored.n_rows, stored.expected, stored.n_held_out, digest)  # fmt: skip
+                      stored.n_rows, stored.expected, stored.n_held_out, digest, stored.source_rows)  # fmt: skip
         n_workers = experiment.n_nodes * experiment.n_gpus_per_node
         ranks = {rank for mfc in (*graph.mfcs, *graph.evaluation) for rank in run.plan[mfc.name].layout.mesh.ranks}
         if not (run.program and run.eval_schedule) or not max(ranks) < run.plan.n_workers == n_workers:

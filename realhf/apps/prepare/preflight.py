@@ -19,6 +19,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
+from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
@@ -99,6 +100,7 @@ class PlanReport:
     device: str
     n_rows: int
     n_held_out: int
+    source_rows: tuple[int, ...]
 
     @property
     def n_rows_text(self) -> str:
@@ -138,7 +140,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     plan = with_evaluation(report.graph, report.plan)
     experiment = report.experiment
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
-                   report.n_rows, expected, report.n_held_out)  # fmt: skip
+                   report.n_rows, expected, report.n_held_out, source_rows=report.source_rows)  # fmt: skip
 
 
 def plan_report(name: str, experiment: Experiment) -> PlanReport:
@@ -162,29 +164,31 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
     plan = machine = rows = held_out = None
     if graph:
         plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))
-    if launching or experiment.dataset.path:
+    if launching or any(experiment.dataset.sources):
         rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:
-        findings.invalid += role_problems(graph, experiment)
+        findings.invalid += role_problems(graph, experiment) + curriculum_problems(experiment, graph)
         findings.invalid += trainer_problems(graph, roles, device, launching)
         findings.invalid += evaluation_problems(graph, experiment)
         findings.invalid += push_problems(experiment, graph) if launching else []
     if plan and launching:
         findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
-        findings.invalid += size_problems(experiment, rows, held_out, models)
+        findings.invalid += size_problems(experiment, rows, held_out, models) + empty_sources(experiment, rows.sizes)
     if device:
         machine = findings.attempt(lambda: machine_of(experiment, device, known, roles))
     findings.report()
     assert graph and plan and machine and device
     n_rows, n_held_out = (len(data) if data is not None else 0 for data in (rows, held_out))
+    source_rows = rows.sizes if rows is not None else ()
 
     def report(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device)
         final = plan_for_mode(planner, experiment) if experiment.allocation_mode in PLANNED else plan
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)
-        return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out)
+        return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out,
+                          source_rows)  # fmt: skip
 
     try:
         return report(machine)
@@ -221,7 +225,8 @@ def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[E
             if rows is not None and len(fields := rows[0][0].fields):
                 findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()))
             return rows
-    findings.attempt(lambda: read_rows(experiment.dataset, experiment.task))
+    for path in experiment.dataset.sources:
+        findings.attempt(partial(read_rows, replace(experiment.dataset, path=path), experiment.task))
     return None
 
 
@@ -376,7 +381,8 @@ def size_problems(experiment: Experiment, rows: EncodedRows, held_out: EncodedRo
     """Compare the data with the batch size and with the models' vocabularies and positions."""
     dataset, problems = experiment.dataset, []
     if (batch := dataset.train_bs_n_seqs) > len(rows):
-        problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {dataset.path}")
+        problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of "
+                        f"{', '.join(dataset.sources)}")  # fmt: skip
     sampling = experiment.sampling_options()
     n_new = sampling.max_new_tokens if sampling else 0
     longest = n_new + max(max(row.sequence_lengths, default=len(row.prompt)) for row in (*rows, *held_out))

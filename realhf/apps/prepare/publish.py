@@ -72,12 +72,13 @@ def model_card(run: RunSpec) -> str:
     from huggingface_hub import ModelCardData
 
     config, role = run.config, run.saved_roles[0]
-    base, data = run.roles[role].spec.path, config.dataset.path
+    base, data = run.roles[role].spec.path, config.dataset.sources
     names = {path: name.removeprefix("datasets/") for name, path in config.snapshots.items()}
-    shown = config.portable(data) if data in names else os.path.basename(data)
+    shown = ", ".join(config.portable(path) if path in names else os.path.basename(path) for path in data)
+    on_hub = [names[path].partition(":")[0].partition("@")[0] for path in data if path in names]
     header = ModelCardData(
         base_model=names[base].partition("@")[0] if base in names else None,
-        datasets=[names[data].partition(":")[0].partition("@")[0]] if data in names else None,
+        datasets=on_hub or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["realhf", run.experiment],

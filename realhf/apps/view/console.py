@@ -42,6 +42,7 @@ COLUMNS = (
     ConsoleColumn("step", ("step",), 6, 0),
     ConsoleColumn("reward", ("reward/mean",), 8, 3),
     ConsoleColumn("acc", ("reward/accuracy", "rw_train/accuracy", "actor_train/accuracy"), 6, 3),
+    ConsoleColumn("prompts", ("prompts/active",), 7, 0),
     ConsoleColumn("loss", ("loss",), 8, 4),
     ConsoleColumn("kl", ("kl/ref",), 8, 4),
     ConsoleColumn("len", ("length/response",), 6, 1),
@@ -69,7 +70,7 @@ class Console:
                        f"seed {config.seed}")  # fmt: skip
         self.out.print(f"run     {run.paths.root}")
         held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
-        self.out.print(f"data    {config.portable(config.dataset.path)}: {run.n_rows} rows{held_out}, "
+        self.out.print(f"data    {config.data_text}: {run.n_rows} rows{held_out}, "
                        f"{run.schedule.batch_size} per step, {run.schedule.n_steps} steps")  # fmt: skip
         if expected := run.expected:
             label, hint = "predicted", ""

@@ -10,6 +10,8 @@ from realhf.algorithms.policy_gradient.length_penalties import LENGTH_PENALTIES
 from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS
 from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.config import (
+    CurriculumConfig,
+    DatasetConfig,
     EnvConfig,
     EvaluationConfig,
     GenerationConfig,
@@ -139,6 +141,12 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
     problems += CORRECTIONS[ppo.importance.value].check(ppo) + LENGTH_PENALTIES[ppo.length_penalty.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
+
+
+def unused_curriculum(data: DatasetConfig, name: str) -> list[str]:
+    """Return a problem if an experiment that reads every row once has several sources or a curriculum."""
+    is_plain = not data.paths and data.curriculum == CurriculumConfig()
+    return [] if is_plain else [f"dataset.paths and dataset.curriculum: {name} reads every row of dataset.path once"]
 
 
 def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.algorithms.distillation.options import PLACEHOLDER, Distillation, DistillConfig
-from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
@@ -200,4 +200,5 @@ def verifier_call(
 ) -> MFC:
     """Return the call that verifies responses, and adds ``model_scores`` of a reward model to the rewards."""
     interface = InterfaceSpec("verifier", {"reward": to_plain(reward), "ppo": to_plain(ppo)})
-    return MFC(name, None, Kind.INFERENCE, interface, (*RESPONSE, "row", *model_scores), ("rewards",), batch)
+    outputs = ("rewards", "reward_parts") if ppo.advantage is Advantage["gdpo"] else ("rewards",)
+    return MFC(name, None, Kind.INFERENCE, interface, (*RESPONSE, "row", *model_scores), outputs, batch)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, product
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.curriculum import PromptResult
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import Holders, PrepareCall, State
@@ -115,6 +116,11 @@ class Scheduler:
         self._fetched_stop: dict[int, int] = {}  # end of the fetched prompts by step
 
     @property
+    def fetch_lag(self) -> int:
+        """Steps from the last finished one, when the data of a step is requested, to that step."""
+        return 2 + self.max_staleness
+
+    @property
     def is_over(self) -> bool:
         return self.finished_steps >= self.schedule.n_steps
 
@@ -193,7 +199,7 @@ class Scheduler:
     def fetch_ahead(self) -> list[FetchRows]:
         """Prefetch the data of one step more than the steps in progress need."""
         first = self._fetching
-        self._fetching = max(first, min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps))
+        self._fetching = max(first, min(self.finished_steps + self.fetch_lag, self.schedule.n_steps))
         return [FetchRows(self.schedule.span(step)) for step in range(first, self._fetching)]
 
     def _allowed_staleness(self, mfc: MFC, step: int, position: int) -> int:
@@ -243,7 +249,7 @@ class Scheduler:
 class RowsReady:
     """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker.
 
-    ``carried[rank]`` are those of prompts of the next step.
+    ``carried[rank]`` are those of prompts of the next step. ``results`` are for the curriculum.
     """
 
     mfc: str | None
@@ -251,6 +257,7 @@ class RowsReady:
     outputs: dict[int, BatchMeta]
     state: State | None = None
     carried: dict[int, BatchMeta] = field(default_factory=dict)
+    results: tuple[PromptResult, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from realhf.api.messages import State, Stats
 from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, discard, fsync_and_hash, fsync_folder, sha256
 from realhf.base.errors import UserError, damage_reported
 from realhf.base.paths import RunDir
+from realhf.data.curriculum import CurriculumState
 from realhf.plan.compile.schedule import PromptRange
 from realhf.plan.fingerprint import Fingerprint
 from realhf.system.checkpoint.best_models import rewind_best
@@ -46,7 +47,7 @@ class Manifest:
     """A checkpoint after ``step`` of ``n_steps`` steps, with the layouts of trained roles and the options.
 
     ``accepted`` lists the differences (step, part) that earlier resumes have accepted. ``carried`` are rows for the
-    next step's prompts.
+    next step's prompts. ``curriculum`` determines the rows of later steps.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Manifest:
     accepted: list[tuple[int, str]] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     carried: BatchMeta | None = None
+    curriculum: CurriculumState | None = None
 
 
 def tmp_folder(folder: Path, step: int) -> Path:

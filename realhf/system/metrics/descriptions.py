@@ -16,6 +16,7 @@ PLACEHOLDERS = {
     "reason": r"[a-z_]+",
     "member": r"\d+",
     "fn": r"(?!sq$).+",
+    "source": r".+",
 }
 """Regular expressions of the variable parts of keys. Groups of metrics are not calls."""
 
@@ -93,6 +94,22 @@ STEP = (
                   "lower bound of the call's time from the data sheet, without a profile", "limit/actor_gen_s"),
     MetricPattern("prompts/sampled", "sampled prompts", "prompts", "prompts of the step, with resamples"),
     MetricPattern("prompts/used", "used prompts", "prompts", "prompts that the filter call keeps"),
+    MetricPattern("prompts/active", "active prompts", "prompts",
+                  "prompts of the current epoch of every source with a positive weight"),
+    MetricPattern("prompts/left_out", "prompts left out", "prompts",
+                  "prompts whose pass rate leaves them out of the current epoch (`dataset.curriculum`)"),
+    MetricPattern("prompts/filtered", "filtered prompts", "prompts",
+                  "prompts that have left the data (`dataset_max_filter_percentage`)"),
+    MetricPattern("prompts/unseen", "unseen prompts", "prompts", "prompts without a result so far"),
+    MetricPattern("prompts/pass_rate", "remembered pass rate", "fraction",
+                  "mean of the last pass rates of all prompts that have a result"),
+    MetricPattern("prompts/all_right", "solved prompts", "fraction",
+                  "fraction of the step's prompts whose responses all pass"),
+    MetricPattern("prompts/all_wrong", "failed prompts", "fraction",
+                  "fraction of the step's prompts of which no response passes"),
+    MetricPattern("prompts/source_{source}", "share of {source}", "fraction",
+                  "fraction of the step's prompts from this source, without resampled ones (`dataset.paths`)",
+                  "prompts/source_gsm8k"),
 )  # fmt: skip
 SUMMARY = (
     MetricPattern("reward/mean", "reward", "", "`rew_inf/reward`"),

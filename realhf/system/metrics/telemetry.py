@@ -77,6 +77,7 @@ class _Step:
     workers: StepMetrics
     sums: Stats = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    prompts: Metrics = field(default_factory=dict)
     flops: Counter[str] = field(default_factory=Counter)
     bytes_read: Counter[str] = field(default_factory=Counter)
 
@@ -154,6 +155,10 @@ class Telemetry:
         if problem := too_many_failures(*failed, (options or RewardConfig()).max_failures):
             raise RunFailed(f"{where}: {problem}; the first failure is in {self.run.paths.failure}{remedy}")
 
+    def add_metrics(self, step: int, metrics: Metrics) -> None:
+        """Add metrics that the master knows to the line of a step."""
+        self._steps[step].prompts |= metrics
+
     def step_done(self, step: int, is_evaluated: bool = False) -> None:
         """Show the step and write its line, unless an evaluation follows, which writes it."""
         now = time.monotonic()
@@ -161,8 +166,8 @@ class Telemetry:
         self._n_written = step + 1
         done = self._steps[step]
         del self._steps[step]
-        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **done.counts, **done.workers.metrics(),
-                            **done.workers.shares(seconds)}  # fmt: skip
+        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **done.counts, **done.prompts,
+                            **done.workers.metrics(), **done.workers.shares(seconds)}  # fmt: skip
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = done.flops.total() / seconds

@@ -40,6 +40,8 @@ WORKED: dict[str, tuple[list[float], list[float], object]] = {
     ),
     "group": ([1 / (1 + 1e-5)] * 3 + [-1 / (1 + 1e-5)] * 2 + [0] * 2, list(SCORES), GroupOptions()),
     "turn": ([0, *[1 / (1 + 1e-5)] * 2, 0, -1 / (1 + 1e-5), 0, 0], [0, 3, 3, 0, 1, 0, 5], TurnOptions()),
+    # gdpo: the first reward has weight 2; the second, of weight -3, orders the responses the other way
+    "gdpo": ([5 / (1 + 1e-5)] * 3 + [-5 / (1 + 1e-5)] * 2 + [0] * 2, list(SCORES), None),
     "rloo": ([2] * 3 + [-2] * 2 + [0] * 2, list(SCORES), None),
     "opo": ([2 / 3] * 3 + [-4 / 3] * 2 + [0] * 2, list(SCORES), None),
     "greedy_baseline": ([2.5] * 3 + [0] * 2 + [5.5] * 2, list(SCORES), None),
@@ -52,6 +54,7 @@ def inputs_of(n_rows: int = 3) -> AdvantageInputs:
     columns = {
         "truncated": Column.scalars(torch.tensor([0, 0, 1])),
         "baseline": Column.scalars(torch.tensor([0.5, 1.0, -0.5])),
+        "reward_parts": Column(torch.tensor([2.0, -3, 5, 8, 2, -3, 3, 10, 2, -3, 1, 1]), (4, 4, 4)),
         "advantages": Column(torch.tensor([0.0, 1, 2, 0, 3, 0, 4]), LENGTHS),
         "step_rewards": Column(torch.tensor([-1, 1.0, 0.5, -1, 1.0, -1, 4.0], dtype=torch.float64), LENGTHS),
     }

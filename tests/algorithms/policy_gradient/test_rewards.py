@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.rewards import best_rows, rewards_of
 from realhf.api.batch_meta import RowId
+from realhf.api.curriculum import PromptResult
 from realhf.data.batch import Column, SequenceBatch
 from tests.scaling import examples
 
@@ -67,3 +68,22 @@ def test_dynamic_sampling_drops_prompts_with_equal_rewards():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
     result, _ = rewards_of(SequenceBatch(IDS), rewards, PPOConfig(group_size=3, dynamic_sampling=True))
     assert result.ids == IDS[3:]
+
+
+def test_results_cover_all_responses_with_a_reward_before_the_selection():
+    rewards = torch.tensor([1.0, 1.0, 0.0, float("nan"), 2.0, 2.0])
+    config = PPOConfig(generation_size=3, group_size=1, dynamic_sampling=True, reward_output_scaling=2.0)
+    mask = Column.of([torch.zeros(2, dtype=torch.uint8)] * 6)
+    reports = []
+    rewards_of(SequenceBatch(IDS, {"prompt_mask": mask}), rewards, config, reports.append)
+    assert reports == [[PromptResult(4, (2.0, 2.0, 0.0)), PromptResult(1, (4.0, 4.0))]]
+    right = [True, False, False, True, True, False]
+    rewards_of(SequenceBatch(IDS, {"prompt_mask": mask}), rewards, config, reports.append, right)
+    assert [result.n_right for result in reports[1]] == [1, 1]
+    rewards_of(SequenceBatch(IDS), rewards * float("nan"), PPOConfig(group_size=3), reports.append)
+    assert reports[2] == [], "a prompt without rewards has no result"
+    episode = Column.scalars(torch.tensor([0, 0, 1, 0, 1, 2]))
+    rewards_of(
+        SequenceBatch(IDS, {"episode": episode}), torch.tensor([1.0, 1, 0, 1, 2, 3]), PPOConfig(), reports.append
+    )
+    assert reports[3] == [PromptResult(4, (1.0, 0.0)), PromptResult(1, (1.0, 2.0, 3.0))], "an episode counts once"

@@ -20,6 +20,7 @@ from realhf.algorithms.policy_gradient.verifier import (
 )
 from realhf.api.batch_meta import RowId
 from realhf.api.config import RewardConfig
+from realhf.api.curriculum import PromptResult
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
 from realhf.rewards.verdict import Status, Verdict
@@ -221,3 +222,13 @@ def test_errors_are_failures_and_late_verifiers_are_not(fn):
     assert is_failure(Verdict(0.0, Status.error), fn) and not is_failure(Verdict(0.0, Status.ok), fn)
     is_builtin = fn.endswith(("math", "code"))
     assert is_failure(Verdict(0.0, Status.timeout), fn) is not is_builtin
+
+
+def test_a_verifier_reports_which_responses_are_correct():
+    """Also where a wrong response has a positive reward."""
+    results = []
+    context = replace(CONTEXT, report_results=results.extend)
+    verifier = Verifier(VerifierConfig(reward=RewardConfig(wrong_reward=0.5)), context)
+    verifier.inference(None, responses("so #### 72", "so #### 71", "#### 72"), {})
+    verifier.close()
+    assert results == [PromptResult(0, (1.0, 0.5, 1.0), n_right=2)]

@@ -79,5 +79,5 @@ def test_scores_of_a_reward_model_are_added() -> None:
 def test_a_score_that_is_not_finite_leaves_no_reward() -> None:
     batch = responses("a", "b", "c")
     models = torch.tensor([1.0, torch.nan, torch.inf])
-    out, stats = rewards_of(batch, torch.zeros(3, dtype=torch.float64), PPOConfig(), models)
+    out, stats = rewards_of(batch, torch.zeros(3, dtype=torch.float64), PPOConfig(), model_scores=models)
     assert out.ids == (RowId(0, 0),) and stats["failed"] == (2.0, 3.0)

@@ -168,7 +168,7 @@ def facts(reader: RunReader) -> list[tuple[str, str]]:
         rows += [
             ("experiment", run.experiment),
             ("workers", f"{run.plan.n_workers} x {run.device}, mode {config.mode.value}"),
-            ("data", f"{config.portable(config.dataset.path)}: {run.n_rows:,} rows{held_out}"),
+            ("data", f"{config.data_text}: {run.n_rows:,} rows{held_out}"),
             ("batch", f"{run.schedule.batch_size:,} rows per step"),
             ("models", ", ".join(f"{role}: {_source(run, role)}" for role in run.roles)),
             ("seed", str(config.seed)),
