@@ -26,7 +26,7 @@ class WrongConfig:
 class WrongRollout(PPOActor):
     """Samples with the wrong temperature or weights; ``logprobs`` are those of the sampling distribution."""
 
-    config_type = WrongConfig
+    config_type = WrongConfig  # type: ignore[assignment]
 
     def __init__(self, config: WrongConfig, context: InterfaceContext) -> None:
         super().__init__(config.ppo, context)
