@@ -56,6 +56,8 @@ class Teacher:
             found = engine.forward(rows, lambda outputs, _: outputs.logprobs(temperature))
             return SequenceBatch(batch.ids, {TEACHER: last_tokens(found[:, None], rows, batch)}), {}
         vocab = len(self.context.tokenizer)
+        if config.top_k > vocab:
+            raise ValueError(f"ppo.distill.top_k={config.top_k} is larger than the vocabulary of {vocab} tokens")
         found = engine.forward(rows, lambda outputs, _: outputs.top_logprobs(config.top_k, vocab, temperature))
         return SequenceBatch(batch.ids, {TEACHER_TOP: last_tokens(found, rows, batch)}), {}
 

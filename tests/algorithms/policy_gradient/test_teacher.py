@@ -93,6 +93,13 @@ def test_a_row_that_is_too_long_is_named() -> None:
         Teacher(TeacherConfig(), InterfaceContext(0, None, Path("."))).inference(engine(4), batch, {})
 
 
+def test_more_candidates_than_tokens_are_refused() -> None:
+    batch = SequenceBatch((RowId(0, 0),), {"tokens": Column.of([torch.arange(5)])})
+    config = TeacherConfig(DistillConfig(Distillation.forward_kl, top_k=7))
+    with pytest.raises(ValueError, match="ppo.distill.top_k=7 is larger than the vocabulary of 6 tokens"):
+        Teacher(config, InterfaceContext(0, range(6), Path("."))).inference(engine(), batch, {})
+
+
 @pytest.mark.parametrize(
     ("template", "problem"),
     [("{missing} {prompt}", "no 'missing' in a row with the fields prompt, solutions"),
