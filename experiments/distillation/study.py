@@ -3,7 +3,7 @@
     python experiments/distillation/study.py [FOLDER] [--jobs N]
 
 Runs everything in FOLDER (default: distillation-run; finished runs are kept) and writes results.json, table.md and
-curves.svg here. Students start from the same weak model. All methods have the same optimizer and 16 prompts a step.
+curves.svg here. Students start from the same weak model. All methods have the same optimizer, whose rate falls linearly to 0, and 16 prompts a step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ METHODS = {  # experiment, steps, options
     "distill, forward KL": ("distill", 600, ("ppo.distill.objective=forward_kl", "ppo.distill.top_k=8")),
     "distill, reverse KL": ("distill", 600, ()),
     "GRPO": ("grpo", 1200, ("ppo.group_size=4",)),
-    "GRPO, groups of 8": ("grpo", 900, ("ppo.group_size=8",)),
+    "GRPO, 600 steps": ("grpo", 600, ("ppo.group_size=4",)),
 }
 OPTIMIZER = ("actor.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=linear")
 
