@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.sums import curve, run, supervised_model, task_options, with_error
 
 HERE = Path(__file__).parent
-HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 60, 150, 32, 30
+HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 60, 100, 32, 20
 SEEDS = (1, 2, 3, 4, 5)
 METHODS = {
     "full fine-tuning": ("actor.optimizer.lr=3e-4",),
