@@ -40,8 +40,15 @@ SIZES = {
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1408,
         vocab_size=2048, max_position_embeddings=256, initializer_range=0.05,
     ))),
+    "135m": (31, lambda: LlamaForCausalLM(LlamaConfig(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49152, max_position_embeddings=256, initializer_range=0.05, tie_word_embeddings=True,
+    ))),
 }  # fmt: skip
-"""Mean prompt length, and the model; ``small`` has the sizes of a Qwen2 except for its vocabulary."""
+"""Mean prompt length, and the model.
+
+``small`` has the sizes of a Qwen2 except for its vocabulary, ``135m`` those of SmolLM2-135M.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Whole training steps of realhf's command line against TRL's trainers, on CPU.
 
-    python benchmarks/bench_trl.py [grpo] [ppo] [sft] [rw] [dpo] [--rounds N] [--models tiny,small] [--threads N]
-        [--peer PYTHON] [--peer-ppo PYTHON]
+    python benchmarks/bench_trl.py [grpo] [lora] [ppo] [sft] [rw] [dpo] [--rounds N] [--models tiny,small]
+        [--threads N] [--peer PYTHON] [--peer-ppo PYTHON]
 
-16 prompts with 8 responses each, of 32 tokens on average and 64 at most; one update per step; SFT trains on 128 such
-rows, a reward model and DPO on 64 pairs of them. PPO has four models (TRL 1.5.1, the last version with a PPO trainer),
-GRPO no reference model. TRL runs with 32 and 128 rows per pass, for SFT also with rows grouped by length; the fastest
-setting counts. Seconds per step are medians of each program's own timings; both run in turns. ``make bench-peer``
+16 prompts (``135m``: 4) with 8 responses each, of 32 tokens on average and 64 at most; one update per step; SFT trains
+on as many such rows, a reward model and DPO on pairs of them. PPO has four models (TRL 1.5.1, the last version with a
+PPO trainer), GRPO no reference model; ``lora`` is GRPO with adapters of rank 16, in TRL those of PEFT, for all linear
+modules. TRL runs with all rows and with 32 rows per pass, for SFT also with rows grouped by length; the fastest setting
+counts. Seconds per step are medians of each program's own timings; both run in turns. ``make bench-peer``
 creates the environments.
 """
 
@@ -23,38 +24,41 @@ from bench_peer import MEAN, N_NEW, N_PROMPTS, N_RESPONSES, SIZES, report
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
-STEPS = {"tiny": 12, "small": 4}
+STEPS = {"tiny": 12, "small": 4, "135m": 3}
 REWARD = """
 def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
     words = [word for word in answer.split() if word.startswith("w")]
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 """
+PROMPTS = {"135m": 4}
+"""Prompts per step where they are not ``N_PROMPTS``."""
 GROUPS = (f"ppo.group_size={N_RESPONSES}", f"ppo.gen.max_new_tokens={N_NEW}", "actor.optimizer.lr=1e-6",
           "actor.optimizer.lr_scheduler_type=constant", "ppo.ppo_n_minibatches=1")  # fmt: skip
-SETTINGS = {"grpo": ("128", "32"), "ppo": ("128", "32"), "sft": ("128", "32", "128 by_length", "32 by_length"),
-            "rw": ("128", "32"), "dpo": ("128", "32")}  # fmt: skip
+SETTINGS = {"grpo": ("all", "32"), "lora": ("all", "32"), "ppo": ("all", "32"), "rw": ("all", "32"),
+            "sft": ("all", "32", "all by_length", "32 by_length"), "dpo": ("all", "32")}  # fmt: skip
 """Rows per pass of TRL."""
 
 
-def our_words(subject: str, folder: Path) -> list[str]:
+def our_words(subject: str, folder: Path, n_prompts: int) -> list[str]:
     """Return our command line options for a subject."""
-    prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={N_PROMPTS}")
+    prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={n_prompts}")
     match subject:
-        case "grpo":
+        case "grpo" | "lora":
             reward = f"reward.fn={folder / 'reward.py'}:share_of_low_words"
-            return ["grpo", f"actor.path={folder / 'model'}", "ppo.kl_in=none", reward, *GROUPS, *prompts]
+            adapters = ("actor.lora.rank=16",) if subject == "lora" else ()
+            return ["grpo", f"actor.path={folder / 'model'}", "ppo.kl_in=none", reward, *GROUPS, *prompts, *adapters]
         case "ppo":
             return ["ppo", f"actor.path={folder / 'model'}", f"rew.path={folder / 'reward'}", *GROUPS, *prompts,
                     "critic.optimizer.lr=1e-6", "critic.optimizer.lr_scheduler_type=constant"]  # fmt: skip
         case "rw" | "dpo":
-            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], N_PROMPTS * N_RESPONSES // 2
+            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], n_prompts * N_RESPONSES // 2
             return [subject, f"{role}.path={folder / 'model'}", f"{role}.optimizer.lr=1e-6",
                     f"{role}.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'pairs.jsonl'}",
                     f"dataset.train_bs_n_seqs={n_pairs}"]  # fmt: skip
         case _:
             return ["sft", f"model.path={folder / 'model'}", "model.optimizer.lr=1e-6",
                     "model.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'rows.jsonl'}",
-                    f"dataset.train_bs_n_seqs={N_PROMPTS * N_RESPONSES}"]  # fmt: skip
+                    f"dataset.train_bs_n_seqs={n_prompts * N_RESPONSES}"]  # fmt: skip
 
 
 def mean_response_length(model: PreTrainedModel, n_prompt: int) -> float:
@@ -125,12 +129,12 @@ def prepare(name: str, folder: Path) -> None:
 
 def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:
     """Return the seconds per step of our command line with a worker per core."""
-    root = folder / f"ours{subject}{number}"
+    root, words = folder / f"ours{subject}{number}", our_words(subject, folder, PROMPTS.get(name, N_PROMPTS))
     subprocess.run([
-        sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart",
-        *our_words(subject, folder), "device=cpu", f"fileroot={root}", "experiment_name=e", "trial_name=t",
-        f"exp_ctrl.total_train_steps={STEPS[name]}", f"n_gpus_per_node={threads}", "threads_per_worker=1",
-        f"allocation_mode=d{threads}", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
+        sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart", *words, "device=cpu",
+        f"fileroot={root}", "experiment_name=e", "trial_name=t", f"exp_ctrl.total_train_steps={STEPS[name]}",
+        f"n_gpus_per_node={threads}", "threads_per_worker=1", f"allocation_mode=d{threads}", "save_roles=[]",
+        "n_logged_generations=0", "tensorboard.enabled=False",
     ], check=True, capture_output=True)  # fmt: skip
     lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(line["time/step_s"] for line in lines[1:])
@@ -139,7 +143,9 @@ def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -
 def their_step(peer: str, subject: str, name: str, folder: Path, threads: int, setting: str) -> float:
     """Return the seconds per step of TRL."""
     script = str(Path(__file__).with_name("peer_trl.py"))
-    words = [peer, script, subject, str(folder), str(STEPS[name]), str(threads), *setting.split()]
+    n_prompts = PROMPTS.get(name, N_PROMPTS)
+    setting = setting.replace("all", str(n_prompts * N_RESPONSES))
+    words = [peer, script, subject, *map(str, (folder, STEPS[name], threads, n_prompts)), *setting.split()]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
 

@@ -1,6 +1,6 @@
 """Runs a TRL trainer for bench_trl.py.
 
-    PYTHON benchmarks/peer_trl.py SUBJECT FOLDER STEPS THREADS ROWS [by_length]
+    PYTHON benchmarks/peer_trl.py SUBJECT FOLDER STEPS THREADS PROMPTS ROWS [by_length]
 
 FOLDER contains model/ (with its tokenizer), reward/, prompts.jsonl, rows.jsonl and pairs.jsonl; ROWS is the number of
 rows per pass. Prints the median seconds per step, without the first. Runs in a separate environment with TRL.
@@ -19,7 +19,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-N_PROMPTS, N_RESPONSES, N_NEW = 16, 8, 64
+N_PROMPTS = int(sys.argv[5])
+N_RESPONSES, N_NEW = 8, 64
 COMMON = {
     "learning_rate": 1e-6, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "seed": 1,
     "logging_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True,
@@ -52,7 +53,7 @@ def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch, peft_config: Any = None) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
@@ -62,7 +63,14 @@ def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) 
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": line["prompt"]} for line in read(folder / "prompts.jsonl")])
     return GRPOTrainer(model=language_model(folder), processing_class=tokenizer, reward_funcs=share_of_low_words,
-                       args=config, callbacks=[watch], train_dataset=data)  # fmt: skip
+                       args=config, callbacks=[watch], train_dataset=data, peft_config=peft_config)  # fmt: skip
+
+
+def lora(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+    from peft import LoraConfig
+
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return grpo(folder, steps, rows, tokenizer, watch, adapters)
 
 
 def ppo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
@@ -119,15 +127,15 @@ def of_pairs(folder: Path, steps: int, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-TRAINERS = {"grpo": grpo, "ppo": ppo, "sft": sft, "rw": rw, "dpo": dpo}
+TRAINERS = {"grpo": grpo, "lora": lora, "ppo": ppo, "sft": sft, "rw": rw, "dpo": dpo}
 
 
 def main() -> None:
     subject, folder = sys.argv[1], Path(sys.argv[2])
-    steps, threads, rows = map(int, sys.argv[3:6])
+    steps, threads, rows = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
     torch.set_num_threads(threads)
     tokenizer, watch = AutoTokenizer.from_pretrained(folder / "model", padding_side="left"), Stopwatch()
-    TRAINERS[subject](folder, steps, rows, tokenizer, watch, *sys.argv[6:]).train()
+    TRAINERS[subject](folder, steps, rows, tokenizer, watch, *sys.argv[7:]).train()
     print(json.dumps({"step_s": statistics.median(watch.steps), "steps": watch.steps}))
 
 
