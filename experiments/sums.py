@@ -1,18 +1,50 @@
 """What studies on sums share: the task, models of any width, runs of the command line, and their curves."""
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 REALHF = [sys.executable, "-m", "realhf"]
+R = TypeVar("R")
 Curve = list[tuple[float, float]]
 """Sampled tokens in training and accuracy on held-out sums."""
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Where a study runs, and how many runs at a time."""
+
+    folder: Path
+    jobs: int
+
+    def map(self, study: Callable[..., R], *axes: Sequence[Any]) -> dict[tuple[Any, ...], list[R]]:
+        """Return the results of ``study`` on the product of the axes, the last of which are seeds, by the others."""
+        cases = list(product(*axes))
+        with ThreadPoolExecutor(self.jobs) as pool:
+            found = list(pool.map(lambda case: study(*case), cases))
+        results: dict[tuple[Any, ...], list[R]] = {}
+        for (*labels, _), result in zip(cases, found, strict=True):
+            results.setdefault(tuple(labels), []).append(result)
+        return results
+
+
+def study_options(description: str | None, folder: str) -> StudyOptions:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", nargs="?", default=folder, type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
+    args = parser.parse_args()
+    return StudyOptions(args.folder.resolve(), args.jobs)
 
 
 def make_task(folder: Path, hidden: int) -> Path:

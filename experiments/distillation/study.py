@@ -1,21 +1,30 @@
 """A student of half the width learns sums from its teacher, or by GRPO: accuracy by sampled tokens.
 
-    python experiments/distillation/study.py [FOLDER] [--jobs N]
+    python -m experiments.distillation.study [FOLDER] [--jobs N]
 
 Runs everything in FOLDER (default: distillation-run; finished runs are kept) and writes results.json, table.md and
-curves.svg here. Students start from the same weak model. All methods have the same optimizer, whose rate falls linearly to 0, and 16 prompts a step.
+curves.svg here. Students start from the same weak model. All methods have the same optimizer, whose rate falls linearly
+to 0, and 16 prompts a step.
 """
 
-import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import mean
 
 from docs.curves_svg import curves_svg
-from experiments.sums import Curve, curve, metrics, run, supervised_model, task_options, tokens_to, with_error
+from experiments.sums import (
+    Curve,
+    curve,
+    metrics,
+    run,
+    study_options,
+    supervised_model,
+    task_options,
+    tokens_to,
+    with_error,
+)
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, PROMPTS, EVAL_EVERY = 64, 120, 16, 20
@@ -67,20 +76,13 @@ def table(curves: dict[str, list[Curve]], accuracy: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", default="distillation-run", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
-    args = parser.parse_args()
-    folder = args.folder.resolve()
+    options = study_options(__doc__, "distillation-run")
+    folder, constant = options.folder, "model.optimizer.lr_scheduler_type=constant"
     teacher = supervised_model(folder, "teacher", 2 * HIDDEN, TEACHER_STEPS)
-    student = supervised_model(folder, "student", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+    student = supervised_model(folder, "student", HIDDEN, SFT_STEPS, constant)
     accuracy = teacher_accuracy(folder, teacher)
-    cases = list(product(METHODS, SEEDS))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(lambda case: study(folder, student, teacher, *case), cases))
-    curves: dict[str, list[Curve]] = {}
-    for (method, _), points in zip(cases, found, strict=True):
-        curves.setdefault(method, []).append(points)
+    found = options.map(partial(study, folder, student, teacher), METHODS, SEEDS)
+    curves = {method: runs for (method,), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps({"teacher": accuracy, "curves": curves}, indent=1))
     (HERE / "table.md").write_text(table(curves, accuracy))
     means = {method: mean_curve(runs) for method, runs in curves.items()}

@@ -1,17 +1,15 @@
 """Importance corrections with generators that are wrong on purpose: accuracy after equal steps of GRPO on sums.
 
-    python experiments/importance/study.py [FOLDER] [--jobs N]
+    python -m experiments.importance.study [FOLDER] [--jobs N]
 
 Runs everything in FOLDER (default: importance-run; finished runs are kept), writes results.json and table.md here.
 """
 
-import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
 from pathlib import Path
 
-from experiments.sums import curve, metrics, run, supervised_model, task_options, with_error
+from experiments.sums import curve, metrics, run, study_options, supervised_model, task_options, with_error
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS = 64, 120, 100, 64
@@ -61,19 +59,11 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", default="importance-run", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
-    args = parser.parse_args()
-    folder = args.folder.resolve()
+    options = study_options(__doc__, "importance-run")
     constant = "model.optimizer.lr_scheduler_type=constant"
-    model = supervised_model(folder, "student", HIDDEN, SFT_STEPS, constant)
-    cases = list(product(WRONG, METHODS, SEEDS))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(lambda case: study(folder, model, *case), cases))
-    results: dict[str, list[dict[str, float]]] = {}
-    for (wrong, method, _), result in zip(cases, found, strict=True):
-        results.setdefault(f"{wrong}/{method}", []).append(result)
+    model = supervised_model(options.folder, "student", HIDDEN, SFT_STEPS, constant)
+    found = options.map(partial(study, options.folder, model), WRONG, METHODS, SEEDS)
+    results = {f"{wrong}/{method}": runs for (wrong, method), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps(results, indent=1))
     (HERE / "table.md").write_text(table(results))
 

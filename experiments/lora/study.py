@@ -1,17 +1,15 @@
 """GRPO on sums with LoRA adapters and with full fine-tuning: accuracy after equal steps, five seeds.
 
-    python experiments/lora/study.py [FOLDER] [--jobs N]
+    python -m experiments.lora.study [FOLDER] [--jobs N]
 
 Runs everything in FOLDER (default: lora-run; finished runs are kept) and writes results.json and table.md here.
 """
 
-import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
 from pathlib import Path
 
-from experiments.sums import curve, run, supervised_model, task_options, with_error
+from experiments.sums import curve, run, study_options, supervised_model, task_options, with_error
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 60, 100, 32, 20
@@ -43,18 +41,11 @@ def table(results: dict[str, list[list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", default="lora-run", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
-    args = parser.parse_args()
-    folder = args.folder.resolve()
-    model = supervised_model(folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
-    cases = list(product(METHODS, SEEDS))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(lambda case: study(folder, model, *case), cases))
-    results: dict[str, list[list[float]]] = {}
-    for (method, _), accuracies in zip(cases, found, strict=True):
-        results.setdefault(method, []).append(accuracies)
+    options = study_options(__doc__, "lora-run")
+    constant = "model.optimizer.lr_scheduler_type=constant"
+    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, constant)
+    found = options.map(partial(study, options.folder, model), METHODS, SEEDS)
+    results = {method: runs for (method,), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps(results, indent=1))
     (HERE / "table.md").write_text(table(results))
 
