@@ -34,6 +34,7 @@ KINDS = {
         "reward.fns=[FILE:graded,FILE:rare]",
         "reward.weights=[1,2]",
         "ppo.advantage=gdpo",
+        "ppo.kl_in=loss",
         "ppo.policy_loss=kl_cov",
         "ppo.losses.kl_cov.share=0.2",
     ],

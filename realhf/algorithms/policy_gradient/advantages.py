@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
-from realhf.api.config import opt
+from realhf.api.config import KLPlace, opt
 from realhf.api.config.option import FRACTION
 
 if TYPE_CHECKING:
@@ -213,12 +213,22 @@ def check_group(ppo: PPOConfig) -> list[str]:
     return ([] if ppo.group_size > 1 else [problem]) + check_no_critic(ppo)
 
 
+def check_gdpo(ppo: PPOConfig) -> list[str]:
+    unread = {"ppo.kl_in=reward": ppo.kl_in is KLPlace.reward and ppo.kl_ctl > 0,
+              "ppo.length_penalty": ppo.length_penalty.value != "none",
+              "ppo.overlong_buffer": ppo.overlong_buffer > 0,
+              "ppo.mask_no_eos_with_zero": ppo.mask_no_eos_with_zero}  # fmt: skip
+    problems = [f"ppo.advantage=gdpo reads the scores of each reward, and not {name}" for name, is_set in unread.items()
+                if is_set]  # fmt: skip
+    return problems + check_group(ppo)
+
+
 ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
     "group": Component(group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)",
                        GroupOptions, check_group),
     "gdpo": Component(gdpo, "each of several rewards normalised over the group, then summed (GDPO, arXiv 2601.05242)",
-                      check=check_group),
+                      check=check_gdpo),
     "turn": Component(turn, "return from each turn on, normalised over the group by turn (MT-GRPO, arXiv 2505.11821)",
                       TurnOptions, check_group),
     "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),

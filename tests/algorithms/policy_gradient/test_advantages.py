@@ -18,7 +18,9 @@ from realhf.algorithms.policy_gradient.advantages import (
     group_advantages,
     leave_one_out,
 )
+from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.batch_meta import RowId
+from realhf.api.config import KLPlace
 from realhf.data.batch import Column, SequenceBatch
 from realhf.ops.rows import PackedRows
 from tests.scaling import examples
@@ -64,6 +66,15 @@ def inputs_of(n_rows: int = 3) -> AdvantageInputs:
     row_of_token = torch.arange(n_rows).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], PackedRows(mask, lengths),
                            PackedRows(mask, lengths), row_of_token, discount=0.5, lambdas=[0.5] * n_rows)  # fmt: skip
+
+
+def test_gdpo_refuses_what_it_does_not_read() -> None:
+    ppo = PPOConfig(group_size=2, disable_value=True, advantage=Advantage["gdpo"], overlong_buffer=4)
+    assert ADVANTAGES["gdpo"].check(ppo) == [
+        "ppo.advantage=gdpo reads the scores of each reward, and not ppo.kl_in=reward",
+        "ppo.advantage=gdpo reads the scores of each reward, and not ppo.overlong_buffer",
+    ]
+    assert ADVANTAGES["gdpo"].check(replace(ppo, kl_in=KLPlace.loss, overlong_buffer=0)) == []
 
 
 def test_every_estimator_has_a_worked_case_and_a_source() -> None:
