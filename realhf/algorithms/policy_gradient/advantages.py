@@ -138,7 +138,8 @@ def gdpo(x: AdvantageInputs, _: None) -> Advantages:
     A reward with small differences counts as much as one with large differences. The column ``reward_parts`` has the
     weights of the rewards, then the scores.
     """
-    weights, scores = x.batch["reward_parts"].view(len(x.batch), -1).chunk(2, 1)
+    width = next(iter(x.batch.lengths("reward_parts")), 2)
+    weights, scores = x.batch["reward_parts"].view(-1, width).chunk(2, 1)
     columns = [group_advantages(column, x.groups, GroupStd.population) for column in scores.unbind(1)]
     parts = (weight * column for weight, column in zip(weights.unbind(1), columns, strict=True))
     return x.per_token(sum(parts, scores.new_zeros(len(scores))))

@@ -11,7 +11,7 @@ from realhf.algorithms.policy_gradient.components import Component, help_text, o
 from realhf.algorithms.policy_gradient.config import Advantage, PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.losses.policy_losses import POLICY_LOSSES
 from realhf.api.codec import from_plain, to_plain
-from realhf.api.config import opt
+from realhf.api.config import KLPlace, opt
 
 
 @dataclass
@@ -45,6 +45,6 @@ def test_choices_are_the_keys_of_the_dicts() -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_default_options_of_components_are_valid(name: str) -> None:
-    ppo = PPOConfig(advantage=Advantage[name], group_size=2, disable_value=name != "gae")
+    ppo = PPOConfig(advantage=Advantage[name], group_size=2, disable_value=name != "gae", kl_in=KLPlace.loss)
     assert ADVANTAGES[name].check(ppo) == []
     assert all(loss.check(ppo) == [] for loss in POLICY_LOSSES.values())
