@@ -12,10 +12,10 @@ from pathlib import Path
 from experiments.sums import curve, run, study_options, supervised_model, task_options, with_error
 
 HERE = Path(__file__).parent
-HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 60, 100, 32, 20
+HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 100, 120, 32, 24
 SEEDS = (1, 2, 3, 4, 5)
 METHODS = {
-    "full fine-tuning": ("actor.optimizer.lr=3e-4",),
+    "full fine-tuning": ("actor.optimizer.lr=5e-4",),
     "LoRA, rank 16": ("actor.lora.rank=16", "actor.optimizer.lr=3e-3"),
 }
 OPTIONS = ("ppo.group_size=8", "actor.optimizer.lr_scheduler_type=linear")
