@@ -85,7 +85,7 @@ def main() -> None:
     curves = {method: runs for (method,), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps({"teacher": accuracy, "curves": curves}, indent=1))
     (HERE / "table.md").write_text(table(curves, accuracy))
-    means = {method: mean_curve(runs) for method, runs in curves.items()}
+    means = {method.removeprefix("distill, "): mean_curve(runs) for method, runs in curves.items()}
     (HERE / "curves.svg").write_text(curves_svg("Accuracy on held-out sums by sampled tokens", means))
 
 
