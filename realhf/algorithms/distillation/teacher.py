@@ -24,6 +24,8 @@ from realhf.ops.rows import on_device
 
 TEACHER = "teacher_logprobs"
 TEACHER_TOP = "teacher_top_logprobs"
+SMALLEST_REST = 1e-7
+"""Smallest probability of all tokens but the top ones: float32 cannot tell smaller ones from 0."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     inequality).
     """
     sums = [x.logsumexp(1).clamp(max=0.0) for x in (teacher, student)]
-    of_teacher, of_student = (-torch.expm1(x).clamp(max=-torch.finfo(x.dtype).tiny) for x in sums)
+    of_teacher, of_student = (-torch.expm1(x).clamp(max=-SMALLEST_REST) for x in sums)
     of_rest = of_teacher * (of_teacher.log() - of_student.log())
     return (teacher.exp() * (teacher - student)).sum(1) + of_rest
 

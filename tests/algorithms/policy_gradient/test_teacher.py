@@ -129,7 +129,7 @@ def test_forward_kl_is_that_of_the_top_tokens_and_the_rest(k: int, seed: int, sc
     theirs, whole = ((x.exp() * (x - y)).sum(1) for x, y in ((a, b), (log_t, log_s)))
     if scale < 30 and k < 6:
         assert torch.allclose(ours, theirs, atol=1e-9)
-    assert bool((ours >= -1e-9).all()) and bool((ours <= whole + 1e-6).all())
+    assert bool((ours >= -2e-7).all()) and bool((ours <= whole + 1e-6).all())
     assert torch.isfinite(torch.autograd.grad(ours.sum(), student)[0]).all()
 
 

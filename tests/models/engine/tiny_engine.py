@@ -33,7 +33,7 @@ def engine_on(
     **options: Any,
 ) -> NativeEngine:
     """Return an engine with a folder's weights. Collective over the mesh."""
-    spec = ModelSpec(str(folder), init_critic_from_actor=scalar, **options)
+    spec = ModelSpec(str(folder), str(folder), init_critic_from_actor=scalar, **options)
     spec.optimizer = OptimizerConfig(**{**SGD_LIKE, **(optimizer or {})})
     layout = Layout(DeviceMesh(mesh), ParallelStrategy(dp=len(mesh)))
     groups = make_groups([mesh], rank) if len(mesh) > 1 and trained else {}

@@ -4,6 +4,8 @@ Covariances are those of the whole batch under the policy before the first optim
 depend on mini-batches, micro-batches or layout. The paper computes them in each mini-batch under the current policy.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -76,4 +78,5 @@ def kth_largest(engine: Engine, values: Tensor, mask: Tensor, k: int) -> float:
         prefix = prefix << BITS | byte
         keys = keys[keys >> shift == prefix]
     raw = prefix - (1 << 31) if prefix >= 1 << 31 else 0xFFFFFFFF - prefix
-    return float(torch.tensor([raw]).to(torch.uint32).view(torch.float32))
+    (value,) = struct.unpack("<f", struct.pack("<I", raw))
+    return float(value)
