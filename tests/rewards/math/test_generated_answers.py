@@ -194,7 +194,7 @@ def conditions(draw: st.DrawFn) -> Condition:
 
 
 @given(st.lists(conditions(), min_size=1, max_size=3), unions(), st.sampled_from([r"\text{ and }", ", ", r" \land "]))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 def test_conditions_are_intersected(joined: list[Condition], other: tuple[Bounds, ...], joint: str) -> None:
     answer = joint.join(text for text, _ in joined)
     points = [Fraction(i, 12) for i in range(-300, 301)]
