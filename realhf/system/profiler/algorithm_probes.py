@@ -60,6 +60,7 @@ class FakeEngine:
     """An engine without a model: outputs are 0, and ``generate`` returns ``responses``."""
 
     responses: SequenceBatch
+    version: int = 0
 
     @torch.no_grad()
     def forward(self, batch: SequenceBatch, fn: Callable[[Any, SequenceBatch], Tensor]) -> Tensor:
