@@ -11,7 +11,7 @@ from tests.conftest import Task
 from tests.integration.conftest import Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-STEPS = 3
+STEPS = 5
 KINDS = ("following reference", "no critic", "routed experts")
 PLACES = {  # mesh, and degrees of data, tensor and pipeline parallelism
     "actor_gen": ("0-3", 4, 1, 1),
@@ -55,7 +55,7 @@ def runs(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: dict[str, Run]) -> None:
     whole, cut = runs[kind], runs[f"{kind}, cut"]
-    assert len(whole.curve) == STEPS and abs(whole.curve[-1]["kl/ref"]) > 1e-3
+    assert len(whole.curve) == STEPS and whole.curve[-1]["kl/ref"] > 1e-3
     assert same_curve(whole, cut) == []
     for step in range(1, STEPS + 1):
         assert [row["response"] for row in cut.generations(step)] == [

@@ -48,7 +48,7 @@ def test_different_golds_are_rejected() -> None:
 
 @pytest.mark.slow
 def test_more_pairs_of_different_golds_are_rejected() -> None:
-    assert accepted_pairs(examples(600), seed=8) == []
+    assert accepted_pairs(examples(2500), seed=8) == []
 
 
 @pytest.mark.parametrize("answer", CHANGED)
@@ -85,12 +85,10 @@ def test_a_response_that_ends_within_its_box_has_no_answer() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAX_ERRORS)
 def test_labelled_sets(name: str) -> None:
-    """All pairs with HYPOTHESIS_SCALE=8, a fixed share of them otherwise."""
-    lines = (FOLDER / name).read_text().splitlines()
-    pairs = [json.loads(line) for line in lines[:: max(1, 8 // examples(1))]]
+    pairs = [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
     verdicts = [(judge_math("", pair["answer"], pair), pair["right"]) for pair in pairs]
     wrong = [verdict for verdict, right in verdicts if verdict != right]
-    assert len(lines) > 700 and len(wrong) < MAX_ERRORS[name] * len(pairs) + 1  # a share of so few is rounded
+    assert len(pairs) > 700 and len(wrong) / len(pairs) < MAX_ERRORS[name]
     print(f"{name}: {len(wrong)} of {len(pairs)} verdicts are wrong, {sum(wrong):.0f} wrong answers are accepted")
 
 
