@@ -39,9 +39,19 @@ SETTINGS = {"grpo": ("all", "32"), "lora": ("all", "32"), "ppo": ("all", "32"), 
 """Rows per pass of TRL."""
 
 
-def our_words(subject: str, folder: Path, n_prompts: int) -> list[str]:
+def n_prompts(name: str) -> int:
+    return PROMPTS.get(name, N_PROMPTS)
+
+
+def settings_of(subject: str, name: str) -> list[str]:
+    """Return the settings of TRL, each once, with the number of all rows."""
+    every = str(n_prompts(name) * N_RESPONSES)
+    return list(dict.fromkeys(setting.replace("all", every) for setting in SETTINGS[subject]))
+
+
+def our_words(subject: str, folder: Path, prompts_per_step: int) -> list[str]:
     """Return our command line options for a subject."""
-    prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={n_prompts}")
+    prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={prompts_per_step}")
     match subject:
         case "grpo" | "lora":
             reward = f"reward.fn={folder / 'reward.py'}:share_of_low_words"
@@ -51,14 +61,14 @@ def our_words(subject: str, folder: Path, n_prompts: int) -> list[str]:
             return ["ppo", f"actor.path={folder / 'model'}", f"rew.path={folder / 'reward'}", *GROUPS, *prompts,
                     "critic.optimizer.lr=1e-6", "critic.optimizer.lr_scheduler_type=constant"]  # fmt: skip
         case "rw" | "dpo":
-            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], n_prompts * N_RESPONSES // 2
+            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], prompts_per_step * N_RESPONSES // 2
             return [subject, f"{role}.path={folder / 'model'}", f"{role}.optimizer.lr=1e-6",
                     f"{role}.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'pairs.jsonl'}",
                     f"dataset.train_bs_n_seqs={n_pairs}"]  # fmt: skip
         case _:
             return ["sft", f"model.path={folder / 'model'}", "model.optimizer.lr=1e-6",
                     "model.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'rows.jsonl'}",
-                    f"dataset.train_bs_n_seqs={n_prompts * N_RESPONSES}"]  # fmt: skip
+                    f"dataset.train_bs_n_seqs={prompts_per_step * N_RESPONSES}"]  # fmt: skip
 
 
 def mean_response_length(model: PreTrainedModel, n_prompt: int) -> float:
@@ -129,7 +139,7 @@ def prepare(name: str, folder: Path) -> None:
 
 def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:
     """Return the seconds per step of our command line with a worker per core."""
-    root, words = folder / f"ours{subject}{number}", our_words(subject, folder, PROMPTS.get(name, N_PROMPTS))
+    root, words = folder / f"ours{subject}{number}", our_words(subject, folder, n_prompts(name))
     subprocess.run([
         sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart", *words, "device=cpu",
         f"fileroot={root}", "experiment_name=e", "trial_name=t", f"exp_ctrl.total_train_steps={STEPS[name]}",
@@ -143,9 +153,7 @@ def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -
 def their_step(peer: str, subject: str, name: str, folder: Path, threads: int, setting: str) -> float:
     """Return the seconds per step of TRL."""
     script = str(Path(__file__).with_name("peer_trl.py"))
-    n_prompts = PROMPTS.get(name, N_PROMPTS)
-    setting = setting.replace("all", str(n_prompts * N_RESPONSES))
-    words = [peer, script, subject, *map(str, (folder, STEPS[name], threads, n_prompts)), *setting.split()]
+    words = [peer, script, subject, *map(str, (folder, STEPS[name], threads, n_prompts(name))), *setting.split()]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
 
@@ -157,7 +165,7 @@ def compare(subject: str, name: str, rounds: int, threads: int, peer: str) -> No
         times: dict[str, list[float]] = {}
         for number in range(rounds):
             times.setdefault("realhf", []).append(our_step(subject, name, folder, number, threads))
-            for setting in SETTINGS[subject]:
+            for setting in settings_of(subject, name):
                 seconds = their_step(peer, subject, name, folder, threads, setting)
                 times.setdefault(f"TRL, {setting}", []).append(seconds)
     report(
