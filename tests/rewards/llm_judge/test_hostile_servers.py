@@ -1,6 +1,7 @@
 """Servers that break HTTP: every one is a failure within the deadline, and none raises."""
 
 import contextlib
+import http.client
 import socket
 import threading
 import time
@@ -33,14 +34,23 @@ WORDS = {  # what a server sends after a request, and a part of the failure
 }
 
 
+def read_request(connection: socket.socket) -> None:
+    with connection.makefile("rb") as request:
+        request.readline()
+        request.read(int(http.client.parse_headers(request)["Content-Length"]))
+
+
 @contextmanager
 def server(talk: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Accept connections, read the beginning of a request, and ``talk``."""
+    """Accept connections, read a whole request, and ``talk``.
+
+    To close a connection with unread bytes resets it, and the client may lose what was sent.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.recv(65536)
+            read_request(connection)
             talk(connection)
 
     def accept() -> None:
