@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
 from realhf.api.graph import Graph
 from realhf.api.machine import EnvironmentLoad
+from realhf.api.model_config import ModelConfig
 
 C = TypeVar("C", bound=ExperimentConfig)
 
@@ -92,6 +93,10 @@ class Experiment(ExperimentConfig):
 
     def problems(self) -> list[str]:
         """Return contradictions between options, one line each."""
+        return []
+
+    def model_problems(self, models: Mapping[str, ModelConfig]) -> list[str]:
+        """Return reasons why the roles' models do not fit the options."""
         return []
 
     def row_problems(self, fields: Mapping[str, Any]) -> list[str]:

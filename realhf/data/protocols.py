@@ -61,7 +61,10 @@ Limits = Mapping[str, float]
 
 
 class Engine(Protocol):
-    """One role's model on one worker in one layout. It reads the token ids of column ``tokens``, ``[T]`` int64."""
+    """One role's model on one worker in one layout. It reads the token ids of column ``tokens``, ``[T]`` int64.
+
+    ``forward`` and ``train`` give tokens the experts of column ``routed_experts``, if a batch has it (router replay).
+    """
 
     @property
     def config(self) -> ModelConfig: ...
@@ -87,13 +90,17 @@ class Engine(Protocol):
         micro-batch. Collective: every data-parallel rank calls it, with an empty batch if it has no rows.
         """
 
-    def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
+    def generate(
+        self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
+    ) -> SequenceBatch:
         """Sample ``n`` responses to every row of column ``prompts``; rows are ``(prompt, 0..n-1)`` in that order.
 
         Columns, of length ``[T]`` unless stated: ``tokens`` (int64, prompt and response), ``prompt_mask`` (uint8),
         ``logprobs`` (float32, of the tempered distribution as in training; 0 on the prompt), ``sampling_logprobs``
         (float32, after top-k, top-p and min_new_tokens), and ``truncated`` (``[B]`` uint8, 1 if the response has no
-        stop token). Samples depend only on (seed, prompt, sample, position).
+        stop token). Samples depend only on (seed, prompt, sample, position). With ``record_experts`` also
+        ``routed_experts``, the numbers of every token's experts in all routed layers, ``[T * L * k]``; the number of
+        experts stands for those of the last token, which is not computed.
         """
 
     def sample_turns(

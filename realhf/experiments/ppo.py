@@ -15,6 +15,7 @@ from realhf.api.curriculum import CurriculumRules
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.machine import EnvironmentLoad
+from realhf.api.model_config import ModelConfig
 from realhf.environments.loading import is_async_class
 from realhf.experiments.options.checks import (
     env_problems,
@@ -43,7 +44,7 @@ TRAINING_KEYS = ("rewards", "reward_parts", "step_rewards", "ref_logprobs", "pro
                  "advantages", *TEACHER_KEYS)  # fmt: skip
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
 
-AVERAGE = "actor_ema"
+AVERAGE, EXPERTS = "actor_ema", "routed_experts"
 
 
 @dataclass
@@ -103,6 +104,10 @@ class PPOExperiment(Experiment):
         return self.ppo.kl_in is not KLPlace.none
 
     @property
+    def _replayed(self) -> tuple[str, ...]:
+        return (EXPERTS,) if self.ppo.router_replay else ()
+
+    @property
     def teacher_role(self) -> str | None:
         """The role of the teacher: with a prompt of its own and no model, the actor."""
         return "teacher" if has_model(self.teacher) else "actor" if self.ppo.distill.prompt else None
@@ -115,7 +120,7 @@ class PPOExperiment(Experiment):
         resamples = ppo.max_resamples if ppo.dynamic_sampling else 0
         *rewards, rew_inf = self.reward_mfcs()
         actor_gen = self.rollout_mfc()
-        rollout = tuple(key for key in actor_gen.outputs if key != "scores")
+        rollout = tuple(key for key in actor_gen.outputs if key not in ("scores", EXPERTS))
         mfcs = [actor_gen, *rewards, replace(rew_inf, resamples=resamples)]
         if has_model(self.prm):
             score = ScoreConfig(RewardModelType.process, step_splitter=ppo.prm.step_splitter)
@@ -124,7 +129,8 @@ class PPOExperiment(Experiment):
         if self.has_reference:
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if ppo.recompute_logprobs:
-            mfcs.append(MFC("actor_inf", "actor", Kind.INFERENCE, actor, rows, ("prox_logprobs",), batch))
+            keys = (*rows, *self._replayed)
+            mfcs.append(MFC("actor_inf", "actor", Kind.INFERENCE, actor, keys, ("prox_logprobs",), batch))
         if self.teacher_role:
             mfcs.append(teacher_call(self.teacher_role, ppo, rows, batch))
         if not ppo.disable_value:
@@ -133,7 +139,8 @@ class PPOExperiment(Experiment):
         inputs = (*rollout, *(key for mfc in mfcs[1:] for key in mfc.outputs if key in TRAINING_KEYS))
         if not ppo.disable_value:
             mfcs.append(MFC("critic_train", "critic", Kind.TRAIN, critic, inputs, (), batch, ppo.ppo_n_minibatches))
-        mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, inputs, (), batch, ppo.ppo_n_minibatches))
+        keys = (*inputs, *self._replayed)
+        mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, keys, (), batch, ppo.ppo_n_minibatches))
         averages = {"ref": ppo.ref_ema_eta, "teacher": ppo.distill.ema_eta, AVERAGE: ppo.actor_ema_eta}
         syncs = tuple(Sync("actor_train", "actor", role, eta) for role, eta in averages.items() if eta is not None)
         frozen = {"ref", "teacher", "prm", *self.reward_roles()}
@@ -142,7 +149,7 @@ class PPOExperiment(Experiment):
 
     def rollout_mfc(self) -> MFC:
         actor = InterfaceSpec("ppo_actor", to_plain(self.ppo))
-        outputs = ("tokens", "prompt_mask", "logprobs", "truncated")
+        outputs = (*("tokens", "prompt_mask", "logprobs", "truncated"), *self._replayed)
         if self.env.cls:
             return episode_call("actor_gen", "actor", self.env, self.ppo.gen, self.samples_per_prompt(), self._batch)
         return MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), outputs, self._batch)
@@ -262,6 +269,13 @@ class PPOExperiment(Experiment):
     def warnings(self) -> list[str]:
         env = env_warnings(self.env, self.ppo) if self.env.cls else []
         return ppo_warnings(self.ppo, self.max_staleness) + truncation_warnings(self.ppo, self.score_range()) + env
+
+    def model_problems(self, models: Mapping[str, ModelConfig]) -> list[str]:
+        actor = models.get("actor")
+        return unmet([
+            (not self.ppo.router_replay or actor is None or actor.n_experts,
+             "ppo.router_replay=True needs a model with routed experts; those of actor.path are dense"),
+        ])  # fmt: skip
 
     def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
         template = self.ppo.distill.prompt

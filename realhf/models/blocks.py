@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,16 @@ class RouterLoss:
     weight: float
 
 
+class Routing(Protocol):
+    """Records the experts of the tokens of a pass, or makes it use recorded ones (router replay)."""
+
+    def replayed(self, index: int) -> Tensor | None:
+        """Return the experts of this rank's tokens ``[t, k]`` in the block ``index`` of the stage, if known."""
+
+    def record(self, index: int, experts: Tensor) -> None:
+        """Take the experts of all tokens, ``[T, k]``."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """What the blocks of one forward pass share.
@@ -129,6 +140,7 @@ class ForwardContext:
     tp_region: TensorParallelRegion
     attend: Attend
     router_loss: RouterLoss | None = None
+    routing: Routing | None = None
     recomputes_inputs: bool = False
     """Whether the inputs of products, which are norms and activations, are computed again in the backward pass."""
 
@@ -151,7 +163,7 @@ def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> t
     after = _attention(block.attention, index, x, context)
     mlp_input = x if context.config.parallel_residual else after
     if isinstance(block.mlp, Experts):
-        return _experts(block.mlp, after, _normalise(block.mlp.norm, mlp_input), context)
+        return _experts(block.mlp, index, after, _normalise(block.mlp.norm, mlp_input), context)
     return _mlp(block.mlp, after, mlp_input, context), None
 
 
@@ -231,12 +243,17 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
     return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context, mlp.down_adapter)
 
 
-def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+def _experts(
+    experts: Experts, index: int, x: Tensor, inner: Tensor, context: ForwardContext
+) -> tuple[Tensor, Tensor | None]:
     """Route the local tokens, then compute this shard of every expert for all tokens of the group."""
     config, tp_region, router_loss = context.config, context.tp_region, context.router_loss
     logits = F.linear(inner, experts.router)
-    probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts)
+    replayed = context.routing.replayed(index) if context.routing is not None else None
+    probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts, replayed)
     chosen = tp_region.all_gather_tokens(chosen)
+    if context.routing is not None:
+        context.routing.record(index, chosen)
     by_expert = sort_by_expert(chosen, config.n_experts, experts.are_grouped)
     tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
 

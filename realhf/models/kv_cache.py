@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from realhf.models.routing import ExpertCache
 from realhf.ops.rows import on_device
 
 COPY_BYTES = 1 << 28
@@ -16,7 +17,7 @@ class KVCache:
 
     Both are slices of one tensor, so that one operation copies both. ``zeroed``: unwritten positions are zero, for
     kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
-    attention that reads only the used length.
+    attention that reads only the used length. ``experts``: those of the cached tokens, if they are recorded.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class KVCache:
         like: Tensor,
         zeroed: bool,
         by_token: bool = False,
+        experts: ExpertCache | None = None,
     ) -> None:
+        self.experts = experts
         new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
         self.both = new((2, n_layers, n_slots, *inner, head_dim))
@@ -67,6 +70,10 @@ class KVCache:
 
         On a GPU copies that do not depend on each other are one copy by index, unless it is large.
         """
+        if self.experts is not None:
+            for run in _independent(moves):
+                if run:
+                    self.experts.copy(*on_device(_tokens_of(run), self.both.device))
         if not self.both.is_cuda:
             for src, dst, start, stop in moves:
                 # both layouts have two dimensions after the slot, of which one is the position

@@ -15,11 +15,12 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
-from realhf.models.blocks import Attend, Block, Experts, ForwardContext, Norm, RouterLoss, run_block
+from realhf.models.blocks import Attend, Block, Experts, ForwardContext, Norm, RouterLoss, Routing, run_block
 from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
+from realhf.models.routing import ExpertCache, Recording, Replay
 from realhf.models.token_head import TokenHead
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
@@ -66,6 +67,7 @@ class Transformer:
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
         assert self.layers, "a stage has at least one layer"
+        self._routed = tuple(i for i, layer in enumerate(self.layers) if layer in config.routed_layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
         wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wk"))
         self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
@@ -109,10 +111,13 @@ class Transformer:
         """Return the tensor-parallel region of a pass; tokens are sharded only in training."""
         return TensorParallelRegion(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
 
-    def new_cache(self, n_slots: int, max_len: int) -> KVCache:
+    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
         by_token = self._cache_kernel() is not None
-        return KVCache(*sizes, self.base.data, self.weights.fused is None and not by_token, by_token)
+        experts = None
+        if records_experts:
+            experts = ExpertCache(self.config, len(self._routed), n_slots, max_len, self.device)
+        return KVCache(*sizes, self.base.data, self.weights.fused is None and not by_token, by_token, experts)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
@@ -155,6 +160,7 @@ class Transformer:
         token_weight: float = 0.0,
         prefixes: Sequence[int] = (),
         observe: Callable[[str, Tensor], None] | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
 
@@ -163,15 +169,17 @@ class Transformer:
         ``rotary_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
         sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
         through the result: their mean over routed layers, summed over tokens, times this weight. ``observe`` receives
-        the embedding's and every layer's name and output. Raises ValueError for a row that is longer than the learned
-        positions.
+        the embedding's and every layer's name and output. ``experts``, ``[T, L * k]`` of all routed layers, replace the
+        choice of the routers (see ``route``). Raises ValueError for a row that is longer than the learned positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
         angles, indices = self.rotary_table(layout.longest), None
+        routing: Routing | None = self._replay(experts)
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
-            indices = cache.indices(slot_of[layout.rows], layout.positions)
+            slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)[layout.rows]
+            indices = cache.indices(slot_of, layout.positions)
+            routing = self._recording(cache, slot_of, layout.positions)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and indices is not None:
@@ -187,7 +195,20 @@ class Transformer:
         x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
-        return self._run(x, len(tokens), attend, router_loss, observe)
+        return self._run(x, len(tokens), attend, router_loss, observe, routing)
+
+    def _replay(self, experts: Tensor | None) -> Replay | None:
+        """Return this rank's tokens and layers of ``experts``, ``[T, L * k]``."""
+        if experts is None:
+            return None
+        routed, local = self.config.routed_layers, self.tp_region(len(experts)).local_tokens
+        first = routed.index(self.layers[self._routed[0]]) if self._routed else 0
+        own = experts[local].unflatten(1, (len(routed), -1))[:, first : first + len(self._routed)]
+        return Replay(own, self._routed)
+
+    def _recording(self, cache: KVCache, slots: Tensor, positions: Tensor) -> Recording | None:
+        experts = cache.experts
+        return None if experts is None else Recording(experts, experts.indices(slots, positions), self._routed)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -235,7 +256,8 @@ class Transformer:
         if (blocks := self.weights.fused) is not None:
             assert not isinstance(prefixes, SharedPrefixes)
             return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary_table(longest))
-        indices = cache.indices(torch.arange(count, device=tokens.device), positions)
+        slots = torch.arange(count, device=tokens.device)
+        indices = cache.indices(slots, positions)
         kernel = self._cache_kernel() if cache.by_token else None
         cached_rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
@@ -262,7 +284,7 @@ class Transformer:
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)
 
-        return self._run(x, count, attend)
+        return self._run(x, count, attend, routing=self._recording(cache, slots, positions))
 
     def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run ``tokens`` ``[T]`` of one row, which follow ``start`` cached ones in ``slot``; return ``[T, D]``.
@@ -271,7 +293,8 @@ class Transformer:
         """
         stop = start + len(tokens)
         positions = torch.arange(start, stop, device=tokens.device)
-        angles, indices = self.rotary_table(stop), cache.indices(torch.full_like(positions, slot), positions)
+        slots = torch.full_like(positions, slot)
+        angles, indices = self.rotary_table(stop), cache.indices(slots, positions)
         x = self._embed(tokens, positions, stop) if x is None else x
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -283,7 +306,7 @@ class Transformer:
             keys, values = cache.first(layer, slot, stop)
             return attend_to_prefix(q, keys, values, self._score_rules[layer])
 
-        return self._run(x, len(tokens), attend)
+        return self._run(x, len(tokens), attend, routing=self._recording(cache, slots, positions))
 
     def rotary_table(self, longest: int) -> Tensor | None:
         """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
@@ -296,11 +319,12 @@ class Transformer:
         attend: Attend,
         router_loss: RouterLoss | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
         recompute = self.recompute if torch.is_grad_enabled() and self.params.grad is not None else None
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
-                                 recompute is Recompute.selective)  # fmt: skip
+                                 routing, recompute is Recompute.selective)  # fmt: skip
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
         for index, block in enumerate(weights.blocks):

@@ -26,16 +26,28 @@ class ExpertOrder:
     ends: Tensor | None = None
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, renormalise: bool, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities ``[T, E]`` (float32), weights and experts (``[T, k]``) of a router's ``[T, E]`` logits.
 
     Each token goes to its ``top_k`` most probable experts; ``renormalise``: weights sum to 1 (arXiv 2401.04088, 2.1).
+    With ``replayed`` ``[T, k]`` it goes to these instead, with weights of its own probabilities (arXiv 2510.11370); a
+    token whose experts are not known has the number E.
     """
     probs = logits.softmax(-1, dtype=torch.float32)
     weights, experts = probs.topk(top_k, -1)
+    if replayed is not None:
+        experts = torch.where(replayed < probs.shape[1], replayed.long(), experts)
+        weights = probs.gather(-1, experts)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return probs, weights.to(logits.dtype), experts
+
+
+def expert_dtype(n_experts: int) -> torch.dtype:
+    """Return a small integer type for the numbers of experts, and for ``n_experts``: not known."""
+    return torch.uint8 if n_experts < 256 else torch.int16
 
 
 def has_grouped_kernel(*weights: Tensor) -> bool:

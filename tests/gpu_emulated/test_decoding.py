@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, ModelSpec
@@ -29,6 +30,7 @@ from tests.gpu_emulated.test_engine import TOLERANCE, distance, logprobs
 from tests.models.engine.scripted_driver import LENGTHS as SCRIPTED_LENGTHS
 from tests.models.engine.scripted_driver import play
 from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
+from tests.models.tiny_models import MOE, SIZES
 
 LENGTHS, N = (3, 1, 7), 2
 CONFIG = GenerationConfig(max_new_tokens=12, max_num_seqs=4)
@@ -259,6 +261,36 @@ def test_routed_experts_are_captured_with_a_grouped_product(
         assert (cuda.count("graph replay") > 0) == is_captured
         monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
         assert torch.equal(tokens_of(engine, config), found)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("shares", [True, False])
+def test_recorded_experts_are_those_of_the_tokens(
+    shares: bool, on_device: bool, tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them the model computes the log-probabilities of generation, and with those of other tokens it does not."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, **MOE, "head_dim": 16}  # the kernels of attention take multiples of 8
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, norm_topk_prob=True)).save_pretrained(tmp_path)
+    engine = engine_on(tmp_path, trained=False, device="cuda:0", bf16=True)
+    config = GenerationConfig(max_new_tokens=14, max_num_seqs=9, stop_token_ids=list(range(0, 40, 3)))
+    monkeypatch.setattr(group, "MIN_SAVED_BYTES", 0 if shares else 1 << 60)
+    monkeypatch.setattr(group, "decodes_on_device", lambda model: on_device)
+    calls, attend = list[int](), SharedPrefixes.attend
+    monkeypatch.setattr(SharedPrefixes, "attend", lambda self, *args: calls.append(1) or attend(self, *args))
+    made = engine.generate(prompts_of((3, 1, 7, 5)).to("cuda:0"), config, 5, 11, record_experts=True).to("cpu")
+    experts = made["routed_experts"].view(len(made["tokens"]), -1)
+    unknown = experts == engine.config.n_experts
+    assert bool(calls) == shares and unknown.all(1).sum() == 20 == unknown.any(1).sum()
+    cpu, sampled = engine_on(tmp_path, trained=False), made["prompt_mask"] == 0
+
+    def error(experts: Tensor) -> float:
+        column = Column(experts.flatten(), made.lengths("routed_experts"))
+        batch = made.only(("tokens",)).with_columns(routed_experts=column)
+        found = cpu.forward(batch, lambda outputs, _: outputs.logprobs())
+        return distance(made["logprobs"][sampled], found[sampled])
+
+    assert error(experts) < TOLERANCE[True] < error(experts.roll(1, 0))
 
 
 @pytest.mark.parametrize("steps", [1, 8])

@@ -40,7 +40,12 @@ def runs(
     options = {
         "following reference": ["ppo.ref_ema_eta=0.25"],
         "no critic": ["ppo.disable_value=True", "ppo.group_adv_norm=True"],
-        "routed experts": [*scratch, f"actor.config={folder}/routed.json", f"actor.tokenizer={task.tokenizer}"],
+        "routed experts": [
+            "ppo.router_replay=True",
+            *scratch,
+            f"actor.config={folder}/routed.json",
+            f"actor.tokenizer={task.tokenizer}",
+        ],
     }
     four = ["n_gpus_per_node=4", "allocation_mode=manual"]
     for call, (mesh, *degrees) in PLACES.items():

@@ -13,7 +13,7 @@ from realhf.api.config import GenerationConfig, LoraOptions, LRSchedule, ModelSp
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
-from realhf.api.model_config import Lora
+from realhf.api.model_config import Lora, ModelConfig
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
@@ -76,6 +76,7 @@ class WorkerResult:
     sampled: dict[tuple[int, int], Tensor]
     sampled_logprobs: dict[tuple[int, int], Tensor]
     stats: Stats
+    sampled_experts: dict[tuple[int, int], Tensor] | None = None
 
 
 def job(
@@ -126,19 +127,36 @@ def run(engine: NativeEngine) -> WorkerResult:
     """Run forward, generation and one training step on the rows of this worker's replica."""
     strategy, coord = engine.context.layout.strategy, engine.context.coord
     mine = range(coord.dp, len(LENGTHS), strategy.dp)
-    rows, prompts = batch_of(mine, "tokens"), batch_of(mine, "prompts")
+    rows, prompts = with_some_experts(batch_of(mine, "tokens"), engine.config), batch_of(mine, "prompts")
     is_critic = engine.config.head == "scalar"
     columns = {
-        name: dict(zip(mine, engine.forward(rows, fn).split(rows.lengths("tokens")), strict=True))
-        for name, fn in (CRITIC if is_critic else ACTOR).items()
+        name: dict(zip(mine, engine.forward(rows.only(keys), fn).split(rows.lengths("tokens")), strict=True))
+        for name, (keys, fn) in (CRITIC if is_critic else ACTOR).items()
+        if set(keys) <= rows.columns.keys()
     }
     sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
     if not is_critic:
-        responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5)
+        is_routed = bool(engine.config.n_experts)
+        responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5, record_experts=is_routed)
+        sampled |= {"routed_experts": {}} if is_routed else {}
         ids = [(row.prompt, row.sample) for row in responses.ids]
         sampled = {key: dict(zip(ids, responses.columns[key].rows(), strict=True)) for key in sampled}
     stats = engine.train(rows, regression if is_critic else likelihood, float(rows["tokens"].numel()))
-    return WorkerResult(coord.dp, columns, sampled["tokens"], sampled["logprobs"], stats)
+    return WorkerResult(coord.dp, columns, sampled["tokens"], sampled["logprobs"], stats, sampled.get("routed_experts"))
+
+
+def with_some_experts(batch: SequenceBatch, config: ModelConfig) -> SequenceBatch:
+    """Give every second token experts that depend on its row and position; the others are routed."""
+    if not config.n_experts:
+        return batch
+    rows = []
+    for row_id, length in zip(batch.ids, batch.lengths("tokens"), strict=True):
+        shape = length, len(config.routed_layers), config.n_experts
+        numbers = torch.rand(shape, generator=torch.Generator().manual_seed(row_id.prompt))
+        experts = numbers.argsort(-1)[..., : config.experts_per_token]
+        experts[::2] = config.n_experts
+        rows.append(experts.to(torch.uint8).flatten())
+    return batch.with_columns(routed_experts=Column.of(rows))
 
 
 def batch_of(numbers: range, column: str) -> SequenceBatch:
@@ -167,5 +185,9 @@ def regression(outputs: ForwardOutputs, batch: SequenceBatch) -> Loss:
     return Loss(total, {"square": (total.detach(), 1.0)})
 
 
-ACTOR = {"logprobs": lambda outputs, _: outputs.logprobs(TEMPERATURE), "logits": projected_logits}
-CRITIC = {"values": lambda outputs, _: outputs.values()}
+ACTOR = {
+    "logprobs": (("tokens",), lambda outputs, _: outputs.logprobs(TEMPERATURE)),
+    "logits": (("tokens",), projected_logits),
+    "replayed": (("tokens", "routed_experts"), lambda outputs, _: outputs.logprobs(TEMPERATURE)),
+}
+CRITIC = {"values": (("tokens",), lambda outputs, _: outputs.values())}

@@ -69,6 +69,7 @@ def test_log_probabilities_equal_transformers(model: str, results: Results) -> N
 def test_every_worker_computes_the_same_columns(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     assert len(members) == len(LAYOUTS[layout].layout.mesh.ranks)
+    assert ("replayed" in whole.columns) == (model in ROUTED and model in ACTORS)
     for name, expected in whole.columns.items():
         assert {row for member in members for row in member.columns[name]} == set(expected) == set(range(len(LENGTHS)))
         for member in members:
@@ -83,6 +84,8 @@ def test_every_worker_samples_the_same_responses(model: str, layout: str, result
         for row, tokens in member.sampled.items():
             assert torch.equal(tokens, whole.sampled[row])
             assert torch.allclose(member.sampled_logprobs[row], whole.sampled_logprobs[row], atol=1e-4)
+            if whole.sampled_experts is not None:
+                assert torch.equal(member.sampled_experts[row], whole.sampled_experts[row])
 
 
 @pytest.mark.parametrize("layout", OTHERS)

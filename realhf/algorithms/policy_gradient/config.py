@@ -94,6 +94,7 @@ class PPOConfig:
     is_weight_cap: float = opt(2.0, "cap of the importance weights p_trainer / p_generator (recompute_logprobs)", CAP)
     importance: Importance = opt(Importance["tis"], f"with recompute_logprobs: {help_text(CORRECTIONS)}")
     corrections: CorrectionOptions = opt(CorrectionOptions, "options of single corrections")
+    router_replay: bool = opt(False, "train the actor with the routed experts of the rollout (MoE)")
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
     max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
     length_penalty: LengthPenalty = opt(LengthPenalty["none"], help_text(LENGTH_PENALTIES))

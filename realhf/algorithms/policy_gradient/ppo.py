@@ -54,19 +54,24 @@ def updated_kl_coefficient(engine: Engine, signals: TrainingSignals, kl_coef: fl
 
 
 def sample_responses(
-    engine: Engine, batch: SequenceBatch, config: GenerationConfig, n: int, seed: int
+    engine: Engine, batch: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
 ) -> tuple[SequenceBatch, Stats]:
-    """Sample ``n`` responses to every row of column ``prompts``; columns as in Engine.generate.
+    """Sample ``n`` responses to every row of column ``prompts``; arguments and columns as in Engine.generate.
 
     Statistics: ``response_length`` (tokens including the stop token), ``truncated`` (fraction of responses without a
     stop token), ``prompt_length``.
     """
-    responses = engine.generate(batch.only(("prompts",)), config, n, seed)
+    responses = engine.generate(batch.only(("prompts",)), config, n, seed, record_experts)
     return responses, {
         "response_length": (float((responses["prompt_mask"] == 0).sum()), float(len(responses))),
         "truncated": mean_of(responses["truncated"]),
         "prompt_length": (float(sum(batch.lengths("prompts"))), float(len(batch))),
     }
+
+
+def engine_keys(batch: SequenceBatch) -> list[str]:
+    """Return the columns that an engine reads by itself."""
+    return [key for key in ("tokens", "routed_experts") if key in batch.columns]
 
 
 class Generate:
@@ -99,11 +104,12 @@ class PPOActor:
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         n = self.config.generation_size or self.config.group_size
-        return sample_responses(engine, batch, self.config.gen, n, self.context.seed)
+        return sample_responses(engine, batch, self.config.gen, n, self.context.seed, self.config.router_replay)
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         """Return ``ref_logprobs`` (``prox_logprobs`` if run by the actor), at the temperature of generation."""
-        logprobs = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.logprobs(self.temperature))
+        inputs = batch.only(engine_keys(batch))
+        logprobs = engine.forward(inputs, lambda outputs, _: outputs.logprobs(self.temperature))
         column = Column(logprobs, batch.lengths("tokens"))
         return SequenceBatch(batch.ids, {"ref_logprobs": column, "prox_logprobs": column}), {}
 
@@ -122,7 +128,7 @@ class PPOActor:
         """Return the columns that the loss reads. Collective."""
         config, rows = self.config, PackedRows(signals.loss_mask, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
-        ready = batch.only(("tokens",)).with_tokenwise("logprobs", signals.logprobs)
+        ready = batch.only(engine_keys(batch)).with_tokenwise("logprobs", signals.logprobs)
         advantages = self.normalised_advantages(engine, batch, signals)
         if uses_column(config, batch, ("reverse_kl",)):
             advantages = advantages + teacher_rewards(signals.logprobs, batch, signals.loss_mask, config.distill)

@@ -161,6 +161,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
     graph = _graph(experiment, findings)
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
+    findings.invalid += experiment.model_problems(known)
     plan = machine = rows = held_out = None
     if graph:
         plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))

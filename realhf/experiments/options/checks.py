@@ -111,6 +111,7 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
         (ppo.length_penalty.value == "none", "ppo.length_penalty is for single responses; not with env.cls"),
         (ppo.gae_lambda_alpha is None, "ppo.gae_lambda_alpha is for single responses; not with env.cls"),
+        (not ppo.router_replay, "ppo.router_replay is for single responses; not with env.cls"),
         (env.turn_discount == 1 or ppo.advantage.name in ("group", "rloo"),
          f"env.turn_discount={env.turn_discount} discounts scores of episodes: it needs ppo.advantage=group or rloo"),
     ])  # fmt: skip

@@ -144,11 +144,13 @@ class NativeEngine:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
         return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes)
 
-    def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
+    def generate(
+        self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
+    ) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         config = replace(config, max_num_seqs=self.micro_batching.limit_num_seqs(config.max_num_seqs))
         limit = self.micro_batching.max_tokens_per_mb
-        request = Request(prompts, config, n, seed, stops, limit, share_prefixes=self.share_prompts and n > 1)
+        request = Request(prompts, config, n, seed, stops, limit, self.share_prompts and n > 1, record_experts)
         with torch.no_grad():
             return generate(self.pipeline, request)
 

@@ -17,6 +17,7 @@ class Packing:
 
     ``gather_index`` (``[T]``) is the index of each token of the batch among them, ``prev_index`` (``[t]``) that of each
     token's predecessor, -1: none. Both are None without shared prefixes, when the tokens are those of the batch.
+    ``experts`` are those that the tokens have in generation, ``[t, L * k]``, if they are replayed.
     """
 
     tokens: Tensor
@@ -24,6 +25,7 @@ class Packing:
     prefixes: tuple[int, ...] = ()
     gather_index: Tensor | None = None
     prev_index: Tensor | None = None
+    experts: Tensor | None = None
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the values of all tokens of the batch, ``[T]``, from those of the packed tokens, ``[t]``."""
@@ -77,7 +79,10 @@ def pack(batch: SequenceBatch, share: bool = False) -> Packing:
         if n := _common_prefix_length([rows[row] for row in group]):
             for row in group:
                 leaders[row], shared[row] = group[0], n
-    return _packing(tokens, lengths, leaders, shared) if any(shared) else Packing(tokens, lengths)
+    experts = batch["routed_experts"].view(len(tokens), -1) if "routed_experts" in batch.columns else None
+    if not any(shared):
+        return Packing(tokens, lengths, experts=experts)
+    return _packing(tokens, lengths, leaders, shared, experts)
 
 
 def _common_prefix_length(rows: list[Tensor]) -> int:
@@ -86,7 +91,9 @@ def _common_prefix_length(rows: list[Tensor]) -> int:
     return int((first == first[0]).all(0).cumprod(0).sum())
 
 
-def _packing(tokens: Tensor, lengths: tuple[int, ...], leaders: list[int], shared: list[int]) -> Packing:
+def _packing(
+    tokens: Tensor, lengths: tuple[int, ...], leaders: list[int], shared: list[int], experts: Tensor | None
+) -> Packing:
     """Pack the tokens without the ``shared`` first ones of every row except their leader, the first row with them."""
     segments: list[int] = []
     prefixes: list[int] = []
@@ -108,4 +115,6 @@ def _packing(tokens: Tensor, lengths: tuple[int, ...], leaders: list[int], share
     gather_index = (is_kept.cumsum(0) - 1)[source]
     prev_index = torch.where(offset > 0, gather_index.roll(1), -1)[is_kept]
     kept, gather_index, prev_index = (on_device(x, tokens.device) for x in (index[is_kept], gather_index, prev_index))
-    return Packing(tokens.index_select(0, kept), tuple(segments), tuple(prefixes), gather_index, prev_index)
+    if experts is not None:
+        experts = experts.index_select(0, kept)
+    return Packing(tokens.index_select(0, kept), tuple(segments), tuple(prefixes), gather_index, prev_index, experts)

@@ -120,8 +120,17 @@ class Pipeline:
         """Overwrite a tensor with the last stage's and return it."""
         return self.context.group("pp").broadcast(tensor, self.n_stages - 1)
 
+    def from_stages(self, own: Tensor, widths: Sequence[int]) -> Tensor:
+        """Concatenate the stages' tensors ``[n, width]``, of bytes, to ``[n, sum of widths]`` on every stage."""
+        group, parts = self.context.group("pp"), list[Tensor]()
+        for stage, width in enumerate(widths):
+            part = own if stage == self.stage else own.new_empty(len(own), width)
+            parts.append(group.broadcast(part.contiguous(), stage) if part.numel() else part)
+        return torch.cat(parts, 1)
+
     def _hidden(self, batch: Packing, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
-        return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes)
+        return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
+                                 experts=batch.experts)  # fmt: skip
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
         return self.receive_rows(self.model.tp_region(len(batch.tokens)).n_local_tokens, rank)

@@ -56,7 +56,11 @@ class VllmEngine(NativeEngine):
     memory: WeightMemory | None = None
     verify: bool = False
 
-    def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
+    def generate(
+        self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
+    ) -> SequenceBatch:
+        if record_experts:
+            raise ValueError("ppo.router_replay is not supported with vLLM")
         stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         request = Request(prompts, config, n, seed, stop_ids, 0)
         if not request.n_rows:

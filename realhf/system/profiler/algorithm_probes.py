@@ -74,7 +74,9 @@ class FakeEngine:
         loss.total.backward()
         return {name: (float(value), float(weight)) for name, (value, weight) in loss.stats.items()}
 
-    def generate(self, prompts: SequenceBatch, config: object, n: int, seed: int) -> SequenceBatch:
+    def generate(
+        self, prompts: SequenceBatch, config: object, n: int, seed: int, record_experts: bool = False
+    ) -> SequenceBatch:
         return self.responses
 
     def reduce(self, sums: Tensor) -> Tensor:

@@ -278,7 +278,7 @@ def test_invalid_critic_options():
 class RepeatEngine:
     """Repeats the first prompt token sample + 1 times; the last sample is truncated."""
 
-    def generate(self, prompts, config, n, seed):
+    def generate(self, prompts, config, n, seed, record_experts=False):
         assert set(prompts.columns) == {"prompts"} and seed == 5
         ids = tuple(RowId(p.prompt, s) for p in prompts.ids for s in range(n))
         rows = [(row, s + 1) for row in prompts.columns["prompts"].rows() for s in range(n)]

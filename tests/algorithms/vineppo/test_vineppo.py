@@ -46,7 +46,9 @@ class ScriptedEngine:
     def __init__(self, script: dict[str, list[str]]) -> None:
         self.script, self.budgets = script, dict[str, int]()
 
-    def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
+    def generate(
+        self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
+    ) -> SequenceBatch:
         rows, ids = [], []
         assert len({row.prompt for row in prompts.ids}) == len(prompts)
         for row, tokens, budget in zip(prompts.ids, prompts.columns["prompts"].rows(), prompts["budget"], strict=True):

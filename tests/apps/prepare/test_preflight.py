@@ -388,3 +388,10 @@ def test_unset_dtypes_are_resolved_once(ppo: PPOMathExperiment, paths: RunDir) -
     other = PPOMathExperiment(actor=ModelSpec(path="m"), critic=ModelSpec(config="c", bf16=False))
     resolve_dtypes(other, bf16=True)
     assert (other.actor.bf16, other.critic.bf16, other.ref.bf16) == (True, False, None)
+
+
+def test_router_replay_needs_routed_experts(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.ppo.router_replay = True
+    assert "ppo.router_replay=True needs a model with routed experts" in one(ppo, paths)
+    ppo.env.cls = "nowhere.py:Class"
+    assert any("ppo.router_replay is for single responses" in problem for problem in problems(ppo, paths))

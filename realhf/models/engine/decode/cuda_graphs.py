@@ -75,8 +75,8 @@ class DeviceDecoder:
     token counts), limits of the counts, and 1 for ended rows. A step updates it, so that several steps need no host.
     """
 
-    def __init__(self, model: Transformer, n_slots: int, max_len: int) -> None:
-        self.cache, self.device = model.new_cache(n_slots, max_len), model.device
+    def __init__(self, model: Transformer, n_slots: int, max_len: int, records_experts: bool = False) -> None:
+        self.cache, self.device = model.new_cache(n_slots, max_len, records_experts), model.device
         self.state = torch.zeros(7, n_slots, dtype=torch.int64, device=self.device)
         self.weights_version = model.params.n_allocations
         self._angles = model.rotary_table(max_len)  # graphs read it, and the model may replace it by a longer one
@@ -84,10 +84,11 @@ class DeviceDecoder:
         is_captured = self.device.type == "cuda" and not model.waits_for_experts
         self._pool = torch.cuda.graph_pool_handle() if is_captured else None
 
-    def fits(self, model: Transformer, n_slots: int, max_len: int) -> bool:
+    def fits(self, model: Transformer, n_slots: int, max_len: int, records_experts: bool = False) -> bool:
         """Return True if the cache is large enough, and the weights have not moved since the graphs were captured."""
         is_large = self.cache.n_slots >= n_slots and self.cache.max_len >= max_len
-        return is_large and self.weights_version == model.params.n_allocations
+        is_same = records_experts == (self.cache.experts is not None)
+        return is_large and is_same and self.weights_version == model.params.n_allocations
 
     def size_for(self, n: int) -> int:
         """Return the number of slots that a step computes for ``n`` live rows."""
@@ -170,14 +171,14 @@ class KeptDecoder:
     def __init__(self) -> None:
         self._decoder: DeviceDecoder | None = None
 
-    def take(self, model: Transformer, n_slots: int, max_len: int) -> DeviceDecoder:
+    def take(self, model: Transformer, n_slots: int, max_len: int, records_experts: bool = False) -> DeviceDecoder:
         """Return the kept decoder if it fits, else a new one; it is the caller's until ``give``."""
         kept, self._decoder = self._decoder, None
-        if kept is not None and kept.fits(model, n_slots, max_len):
+        if kept is not None and kept.fits(model, n_slots, max_len, records_experts):
             return kept
         del kept  # before the new cache is allocated
         max_len = min(round_context(max_len, model.config.max_row_len), model.config.max_row_len)
-        return DeviceDecoder(model, n_slots, max_len)
+        return DeviceDecoder(model, n_slots, max_len, records_experts)
 
     def give(self, decoder: DeviceDecoder) -> None:
         """Keep a decoder if it is small enough."""

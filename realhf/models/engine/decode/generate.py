@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from realhf.api.batch_meta import RowId
+from realhf.arch.param_specs import stage_layers
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.decode.scheduler import Request
@@ -59,7 +61,26 @@ def _assemble(pipeline: Pipeline, request: Request, groups: list[DecodeGroup]) -
     if pipeline.is_last:
         pairs = [pair for group in groups for pair in group.logprobs]
         logprobs = torch.stack([_joined(parts, device) for parts in zip(*pairs, strict=True)])[:, order]
-    return build_result(request, counts, tokens, pipeline.from_last(logprobs))
+    result = build_result(request, counts, tokens, pipeline.from_last(logprobs))
+    return with_experts(result, pipeline, groups) if request.records_experts else result
+
+
+def with_experts(result: SequenceBatch, pipeline: Pipeline, groups: Sequence[DecodeGroup]) -> SequenceBatch:
+    """Add the column ``routed_experts``, ``[T * L * k]``; the last token of a row has none. Collective over stages."""
+    config, lengths = pipeline.model.config, result.lengths("tokens")
+    rows, counts, experts = zip(*(turn for group in groups for turn in group.experts), strict=True)
+    row_of, n_computed = np.concatenate(rows), np.concatenate(counts)
+    starts = np.array(result.columns["tokens"].offsets)[row_of] - (n_computed.cumsum() - n_computed)
+    index = np.arange(n_computed.sum()) + starts.repeat(n_computed)
+    computed = torch.cat(experts).flatten(1)
+    own = computed.new_full((sum(lengths), computed.shape[1]), config.n_experts)
+    own[on_device(torch.from_numpy(index), own.device)] = computed
+    stages, k = stage_layers(config, pipeline.n_stages), config.experts_per_token
+    # layer 0 is the embedding; messages of bytes, since NCCL has no 16-bit integers
+    widths = [k * own.itemsize * len({*config.routed_layers} & {i - 1 for i in stage}) for stage in stages]
+    data = pipeline.from_stages(own.view(torch.uint8), widths).view(own.dtype)
+    width = data.shape[1]
+    return result.with_columns(routed_experts=Column(data.flatten(), tuple(width * n for n in lengths)))
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:

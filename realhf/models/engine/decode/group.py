@@ -1,7 +1,7 @@
 """A group of rows in generation on one stage: its slots, their cache and the computation of a turn."""
 
 from collections import deque
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ MIN_SAVED_BYTES = 1 << 26
 class DecodeGroup:
     """Computes the turns of a group. Only the last stage has ``logprobs``: pairs, with sampling ones, by turn.
 
+    ``experts`` are rows that have ended, how many of their tokens were computed, and the experts of these,
+    ``[n, L, k]``, by turn.
+
     A whole model on a GPU makes up to ``steps_per_wait`` decoding steps per turn, between which the host does not read
     tokens. Its cache is taken from ``kept``, and returned by ``close``.
     """
@@ -45,10 +48,12 @@ class DecodeGroup:
         self._kept = kept or KeptDecoder()
         self._decoder: DeviceDecoder | None = None
         if decodes_on_device(model):
-            self._decoder = self._kept.take(model, n_slots, request.max_row_len)
-        self.cache = self._decoder.cache if self._decoder else model.new_cache(n_slots, request.max_row_len)
+            self._decoder = self._kept.take(model, n_slots, request.max_row_len, request.records_experts)
+        new_cache = partial(model.new_cache, n_slots, request.max_row_len, request.records_experts)
+        self.cache = self._decoder.cache if self._decoder else new_cache()
         self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes())
         self.logprobs: list[tuple[Tensor, Tensor]] = []
+        self.experts: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
 
     def _shares_prefixes(self) -> bool:
         """Return True if rows read their prompts in one slot; on GPUs only where this saves more than it costs."""
@@ -160,6 +165,10 @@ class DecodeGroup:
             tokens, *logprobs = step[:, step[0] != SKIPPED].unbind()
             self._append(tokens.long(), np.flatnonzero((step[0] != SKIPPED).numpy()))
             self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
+        if self.cache.experts is not None:
+            rows, counts, where = self.slots.finished_tokens()
+            slots, positions = on_device(torch.from_numpy(where), self.cache.k.device)
+            self.experts.append((rows, counts, self.cache.experts.read(slots, positions)))
         self.cache.copy_slots(self.slots.end_turn())
 
     def _append(self, tokens: Tensor, indices: np.ndarray | None = None) -> None:

@@ -27,7 +27,8 @@ class Request:
     """One call of generation: row r is sample ``r % n`` of prompt ``r // n``.
 
     ``max_prefill_tokens`` bounds the prompts of one prefill; only a single longer prompt may exceed it. With
-    ``share_prefixes`` the cached prefix of the rows of one prompt may be read once for all of them.
+    ``share_prefixes`` the cached prefix of the rows of one prompt may be read once for all of them. With
+    ``records_experts`` the experts of all tokens are a column of the result.
     """
 
     prompts: SequenceBatch
@@ -37,6 +38,7 @@ class Request:
     stop_ids: tuple[int, ...]
     max_prefill_tokens: int
     share_prefixes: bool = True
+    records_experts: bool = False
 
     @cached_property
     def prompt_tensors(self) -> tuple[Tensor, ...]:
@@ -219,6 +221,18 @@ class SlotTable:
         stopped = (new[:, None] == self._stops).any(1)
         finished = np.flatnonzero(stopped | (self._counts[slots] >= self._limits[slots]))
         self._finished.append((finished if indices is None else indices[finished]) + first)
+
+    def finished_tokens(self) -> tuple[IntTable, IntTable, IntTable]:
+        """Return the rows that finish in this turn, how many of their tokens are cached, and where, ``[2, n]``.
+
+        The last token of a row is not cached: it is sampled, but not computed.
+        """
+        finished = np.sort(np.concatenate(self._finished))
+        counts = self.positions[finished]
+        slots, ends = finished.repeat(counts), counts.cumsum()
+        positions = np.arange(len(slots)) - (ends - counts).repeat(counts)
+        is_shared = positions < self._starts[slots]
+        return self.rows[finished], counts, np.stack((np.where(is_shared, self.owners[slots], slots), positions))
 
     def end_turn(self) -> list[SlotMove]:
         """Evict finished rows, schedule the next turn, and return the cache moves before it."""

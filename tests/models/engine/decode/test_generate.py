@@ -72,9 +72,9 @@ class CountingTransformer(Transformer):
 
     n_slots = 0
 
-    def new_cache(self, n_slots: int, max_len: int) -> KVCache:
+    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         self.n_slots += n_slots
-        return super().new_cache(n_slots, max_len)
+        return super().new_cache(n_slots, max_len, records_experts)
 
 
 @pytest.mark.parametrize(("planned", "slots"), [(0, 8), (3, 3), (20, 8)])

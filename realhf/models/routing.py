@@ -1,0 +1,66 @@
+"""Router replay: the experts of tokens are recorded in generation and used again in training (arXiv 2510.11370)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.api.model_config import ModelConfig
+from realhf.ops.moe import expert_dtype
+
+SlotMoves = Sequence[tuple[int, int, int, int]]
+
+
+class ExpertCache:
+    """The experts of cached tokens, ``[L, n_slots, max_len, k]``, of the routed layers of a stage."""
+
+    def __init__(self, config: ModelConfig, n_layers: int, n_slots: int, max_len: int, device: torch.device) -> None:
+        shape = n_layers, n_slots * max_len, config.experts_per_token
+        self._data = torch.zeros(shape, dtype=expert_dtype(config.n_experts), device=device)
+        self._max_len = max_len
+
+    def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return slots * self._max_len + positions
+
+    def write(self, layer: int, indices: Tensor, experts: Tensor) -> None:
+        """Store the experts ``[T, k]`` of tokens in one of the layers."""
+        self._data[layer].index_copy_(0, indices, experts.to(self._data.dtype))
+
+    def read(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the experts of tokens in all layers, ``[T, L, k]``."""
+        return self._data.index_select(1, self.indices(slots, positions)).transpose(0, 1)
+
+    def copy(self, sources: Tensor, targets: Tensor, positions: Tensor) -> None:
+        """Copy tokens between slots; no target is the source of another copy."""
+        values = self._data.index_select(1, self.indices(sources, positions))
+        self._data.index_copy_(1, self.indices(targets, positions), values)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Writes the experts of a pass to a cache. ``routed`` are the indices of the stage's routed blocks, in order."""
+
+    cache: ExpertCache
+    indices: Tensor
+    routed: tuple[int, ...]
+
+    def replayed(self, index: int) -> None:
+        return None
+
+    def record(self, index: int, experts: Tensor) -> None:
+        self.cache.write(self.routed.index(index), self.indices, experts)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Makes a pass use ``experts``, ``[t, L, k]`` of the routed layers of a stage."""
+
+    experts: Tensor
+    routed: tuple[int, ...]
+
+    def replayed(self, index: int) -> Tensor:
+        return self.experts[:, self.routed.index(index)]
+
+    def record(self, index: int, experts: Tensor) -> None:
+        pass
