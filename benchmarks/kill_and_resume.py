@@ -117,7 +117,7 @@ JOBS = (
     Job("keep_best", "grpo", 1, f"{GRADED} {EVALUATED} exp_ctrl.keep_best=eval/reward"),
     Job("ensemble", "ppo", 1, PPO.replace("reward.fn={task}/rewards.py:graded", "ensemble.objective=UWO "
         f"ensemble.members=[{','.join(f'{{task}}/member-{seed}/models/model/step_1' for seed in MEMBERS)}]")),
-    Job("lora", "grpo", 2, GRADED + "actor.lora.rank=4"),
+    Job("lora", "grpo", 2, GRADED + "actor.lora.rank=4 actor.lora.dropout=0.1"),
     Job("distill, averages", "distill", 1, GRPO + "ppo.distill.prompt={{prompt}} ppo.distill.objective=forward_kl "
         "ppo.distill.top_k=4 ppo.actor_ema_eta=0.3"),
     Job("critic first", "ppo-math", 2, f"{PPO} ppo.value_pretrain_steps=3 ppo.gae_lambda_alpha=0.5"),

@@ -12,12 +12,14 @@ class Lora:
     """Adapters of a frozen model: its weights W act as W + alpha / rank * B @ A (LoRA, arXiv 2106.09685, section 4.1).
 
     ``targets`` are names of modules of the Hugging Face model (``q_proj``); empty: all products of the blocks, but
-    not the router. Rank 0 stands for the frozen model alone.
+    not the router. Rank 0 stands for the frozen model alone. ``dropout`` is the share of the adapters' inputs that are
+    zero in training.
     """
 
     rank: int
     alpha: float = 1.0
     targets: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     @property
     def scaling(self) -> float:

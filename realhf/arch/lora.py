@@ -69,7 +69,12 @@ def lora_modules(config: ModelConfig) -> tuple[LoraModule, ...]:
     if unknown := [target for target in targets if target not in names]:
         raise ValueError(f"lora.targets={unknown[0]} is no module of a {config.family} model, which has "
                          f"{', '.join(sorted(names))}")  # fmt: skip
-    return tuple(module for module in modules if not targets or module.name in targets)
+    chosen = tuple(module for module in modules if not targets or module.name in targets)
+    if config.lora.dropout and (expert := next((module for module in chosen if module.is_of_experts), None)):
+        others = ",".join(sorted({module.name for module in modules if not module.is_of_experts}))
+        raise ValueError(f"lora.dropout={config.lora.dropout}: routed experts ({expert.name}) have none, as in peft; "
+                         f"set lora.targets=[{others}]")  # fmt: skip
+    return chosen
 
 
 def _modules(config: ModelConfig) -> Iterator[LoraModule]:

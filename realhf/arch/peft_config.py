@@ -82,7 +82,7 @@ def adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": transposed,
         "target_modules": sorted({m.name for m in modules if not m.is_of_experts}),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
-from realhf.models.low_rank import LowRank, linear
+from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.ops.activations import activate
 from realhf.ops.moe import (
     add_loss,
@@ -141,6 +141,7 @@ class ForwardContext:
     attend: Attend
     router_loss: RouterLoss | None = None
     routing: Routing | None = None
+    dropout: Dropout | None = None
     recomputes_inputs: bool = False
     """Whether the inputs of products, which are norms and activations, are computed again in the backward pass."""
 
@@ -176,7 +177,7 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
 
     def project(x: Tensor) -> Tensor:
         inner = tp_region.copy_to_tp(_normalise(attention.norm, x))
-        return linear(inner, attention.wqkv, attention.bqkv, attention.qkv_adapter)
+        return linear(inner, attention.wqkv, attention.bqkv, attention.qkv_adapter, context.dropout)
 
     qkv = context.product(project, x) if attention.norm is not None else project(x)
     qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
@@ -231,15 +232,19 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
     config = context.config
 
     def expand(inner: Tensor) -> Tensor:
-        return linear(context.tp_region.copy_to_tp(_normalise(mlp.norm, inner)), mlp.up, mlp.b_up, mlp.up_adapter)
+        inner = context.tp_region.copy_to_tp(_normalise(mlp.norm, inner))
+        return linear(inner, mlp.up, mlp.b_up, mlp.up_adapter, context.dropout)
 
     def activated(wide: Tensor) -> Tensor:
         return activate(wide, config.activation, config.mlp == "gated")
 
     wide = context.product(expand, mlp_input) if mlp.norm is not None else expand(mlp_input)
     if context.recomputes_inputs:
-        product = context.product(lambda wide: linear(activated(wide), mlp.down, None, mlp.down_adapter), wide)
-        return _add(x, product, mlp.b_down, mlp.post_norm, context)
+
+        def contract(wide: Tensor) -> Tensor:
+            return linear(activated(wide), mlp.down, None, mlp.down_adapter, context.dropout)
+
+        return _add(x, context.product(contract, wide), mlp.b_down, mlp.post_norm, context)
     return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context, mlp.down_adapter)
 
 
@@ -285,10 +290,10 @@ def _add_product(
 ) -> Tensor:
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
     if context.tp_region.group.size > 1 or post_norm is not None:
-        return _add(x, linear(inner, weight, None, adapter), bias, post_norm, context)
+        return _add(x, linear(inner, weight, None, adapter, context.dropout), bias, post_norm, context)
     fused = bias is None  # with the residual addition
     x = torch.addmm(x, inner, weight.t()) if fused else x + F.linear(inner, weight, bias)
-    return x if adapter is None else adapter.add_to(x, inner)
+    return x if adapter is None else adapter.add_to(x, inner, context.dropout)
 
 
 def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext) -> Tensor:

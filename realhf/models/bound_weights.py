@@ -9,7 +9,7 @@ from realhf.api.param_box import box_shape
 from realhf.arch.lora import adapter_of, b_name
 from realhf.models.blocks import Attention, Block, Experts, Mlp, Norm
 from realhf.models.flat_params import FlatParams
-from realhf.models.low_rank import LowRank, stacked
+from realhf.models.low_rank import LowRank, column_keys, stacked
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,11 @@ class BoundWeights:
         for name in names:
             b = self.params.leaf(b_name(name)) if name in modules else box_shape(self.base.box(name))[0]
             bs.append(b.flatten(1, 2) if isinstance(b, Tensor) and b.dim() == 4 else b)  # gate and up of an expert
-        return stacked(self.params.leaf(*firsts), bs, len(firsts) < len(modules), self.config.lora.scaling)
+        columns = None
+        if self.config.lora.dropout:
+            name = next(iter(firsts))
+            columns = column_keys(name, *self.params.box(name)[-1], self.params.data.device)
+        return stacked(self.params.leaf(*firsts), bs, len(firsts) < len(modules), self.config.lora.scaling, columns)
 
     def block(self, prefix: str) -> Block:
         leaf = lambda *names: self.leaf(*(prefix + name for name in names))

@@ -64,3 +64,25 @@ class Replay:
 
     def record(self, index: int, experts: Tensor) -> None:
         pass
+
+
+class StageRouters:
+    """The routed blocks of a stage with these ``layers``."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[int]) -> None:
+        self._config, self._layers = config, layers
+        self._routed = tuple(index for index, layer in enumerate(layers) if layer in config.routed_layers)
+
+    def new_cache(self, n_slots: int, max_len: int, device: torch.device) -> ExpertCache:
+        return ExpertCache(self._config, len(self._routed), n_slots, max_len, device)
+
+    def replay(self, experts: Tensor, local: slice) -> Replay:
+        """Return the ``local`` tokens and the stage's layers of ``experts``, ``[T, L * k]`` of all routed layers."""
+        routed = self._config.routed_layers
+        first = routed.index(self._layers[self._routed[0]]) if self._routed else 0
+        own = experts[local].unflatten(1, (len(routed), -1))[:, first : first + len(self._routed)]
+        return Replay(own, self._routed)
+
+    def recording(self, cache: ExpertCache | None, slots: Tensor, positions: Tensor) -> Recording | None:
+        """Return what records the experts of tokens, None without a cache for them."""
+        return None if cache is None else Recording(cache, cache.indices(slots, positions), self._routed)

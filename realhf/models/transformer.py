@@ -20,7 +20,8 @@ from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
-from realhf.models.routing import ExpertCache, Recording, Replay
+from realhf.models.low_rank import Dropout
+from realhf.models.routing import StageRouters
 from realhf.models.token_head import TokenHead
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
@@ -67,7 +68,7 @@ class Transformer:
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
         assert self.layers, "a stage has at least one layer"
-        self._routed = tuple(i for i, layer in enumerate(self.layers) if layer in config.routed_layers)
+        self._routers = StageRouters(config, self.layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
         wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wk"))
         self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
@@ -114,9 +115,7 @@ class Transformer:
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
         by_token = self._cache_kernel() is not None
-        experts = None
-        if records_experts:
-            experts = ExpertCache(self.config, len(self._routed), n_slots, max_len, self.device)
+        experts = self._routers.new_cache(n_slots, max_len, self.device) if records_experts else None
         return KVCache(*sizes, self.base.data, self.weights.fused is None and not by_token, by_token, experts)
 
     def _cache_kernel(self) -> VarlenKernel | None:
@@ -161,6 +160,7 @@ class Transformer:
         prefixes: Sequence[int] = (),
         observe: Callable[[str, Tensor], None] | None = None,
         experts: Tensor | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
 
@@ -170,16 +170,19 @@ class Transformer:
         sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
         through the result: their mean over routed layers, summed over tokens, times this weight. ``observe`` receives
         the embedding's and every layer's name and output. ``experts``, ``[T, L * k]`` of all routed layers, replace the
-        choice of the routers (see ``route``). Raises ValueError for a row that is longer than the learned positions.
+        choice of the routers (see ``route``); ``dropout`` is that of adapters. Raises ValueError for a
+        row that is longer than the learned positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
         angles, indices = self.rotary_table(layout.longest), None
-        routing: Routing | None = self._replay(experts)
+        routing: Routing | None = None
+        if experts is not None:
+            routing = self._routers.replay(experts, self.tp_region(len(tokens)).local_tokens)
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
             slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)[layout.rows]
             indices = cache.indices(slot_of, layout.positions)
-            routing = self._recording(cache, slot_of, layout.positions)
+            routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and indices is not None:
@@ -195,20 +198,7 @@ class Transformer:
         x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
-        return self._run(x, len(tokens), attend, router_loss, observe, routing)
-
-    def _replay(self, experts: Tensor | None) -> Replay | None:
-        """Return this rank's tokens and layers of ``experts``, ``[T, L * k]``."""
-        if experts is None:
-            return None
-        routed, local = self.config.routed_layers, self.tp_region(len(experts)).local_tokens
-        first = routed.index(self.layers[self._routed[0]]) if self._routed else 0
-        own = experts[local].unflatten(1, (len(routed), -1))[:, first : first + len(self._routed)]
-        return Replay(own, self._routed)
-
-    def _recording(self, cache: KVCache, slots: Tensor, positions: Tensor) -> Recording | None:
-        experts = cache.experts
-        return None if experts is None else Recording(experts, experts.indices(slots, positions), self._routed)
+        return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -284,7 +274,7 @@ class Transformer:
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)
 
-        return self._run(x, count, attend, routing=self._recording(cache, slots, positions))
+        return self._run(x, count, attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run ``tokens`` ``[T]`` of one row, which follow ``start`` cached ones in ``slot``; return ``[T, D]``.
@@ -306,7 +296,7 @@ class Transformer:
             keys, values = cache.first(layer, slot, stop)
             return attend_to_prefix(q, keys, values, self._score_rules[layer])
 
-        return self._run(x, len(tokens), attend, routing=self._recording(cache, slots, positions))
+        return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def rotary_table(self, longest: int) -> Tensor | None:
         """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
@@ -320,11 +310,12 @@ class Transformer:
         router_loss: RouterLoss | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
         routing: Routing | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
         recompute = self.recompute if torch.is_grad_enabled() and self.params.grad is not None else None
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
-                                 routing, recompute is Recompute.selective)  # fmt: skip
+                                 routing, dropout, recompute is Recompute.selective)  # fmt: skip
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
         for index, block in enumerate(weights.blocks):

@@ -135,8 +135,8 @@ def model_config(role: RoleSpec) -> ModelConfig:
     options = role.spec.lora
     if not options.rank:
         return config
-    lora = Lora(options.rank, options.alpha, tuple(options.targets))
-    config = replace(config, lora=replace(lora, rank=0, targets=()) if role.is_base else lora)
+    lora = Lora(options.rank, options.alpha, tuple(options.targets), options.dropout)
+    config = replace(config, lora=replace(lora, rank=0, targets=(), dropout=0.0) if role.is_base else lora)
     lora_modules(config)  # all targets are modules of the model
     return config
 

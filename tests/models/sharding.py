@@ -109,7 +109,7 @@ def engine_on(
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:
         spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))
-        config = replace(config, lora=Lora(RANK, ALPHA))
+        config = replace(config, lora=Lora(RANK, ALPHA, dropout=0.0 if config.n_experts else 0.2))
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
         RoleSpec(spec, scalar_head=initial.is_critic),

@@ -40,6 +40,7 @@ class LoraOptions:
     rank: int = opt(0, "rank of the adapters, 0 to train all weights", NATURAL)
     alpha: float = opt(32.0, "adapters are scaled by alpha / rank", POSITIVE)
     targets: list[str] = opt(list, "modules with adapters, such as q_proj (default: all but router and head)")
+    dropout: float = opt(0.0, "share of the inputs of adapters that are dropped in training", DECAY)
     init_from: str | None = opt(None, "PEFT folder with the first adapters (default: new ones, without effect)", MODEL)
     merge_on_save: bool = opt(False, "save whole models, with merged adapters, instead of PEFT folders")
 

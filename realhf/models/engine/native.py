@@ -19,6 +19,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape
 from realhf.arch.lora import base_specs, own_specs
 from realhf.arch.param_specs import stage_layers
+from realhf.base.seeds import stable_seed
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
@@ -30,10 +31,11 @@ from realhf.models.engine.decode.session import run_turns, session_options
 from realhf.models.engine.frozen_base import FrozenBases
 from realhf.models.engine.nonfinite import nonfinite_loss
 from realhf.models.engine.optimizer import ShardedAdamW
-from realhf.models.engine.packing import ForwardOutputs, pack
+from realhf.models.engine.packing import ForwardOutputs, Packing, pack
 from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
+from realhf.models.low_rank import Dropout, token_keys
 from realhf.models.peft_folder import load_peft, merged_names, merged_parameter, save_peft
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
@@ -61,6 +63,7 @@ class NativeEngine:
     micro_batching: MicroBatching = MicroBatching()
     version: int = 0
     share_prompts: bool = True
+    seed: int = 0
 
     @property
     def _shares_prefixes(self) -> bool:
@@ -109,8 +112,7 @@ class NativeEngine:
         self.params.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
         batches = batch.split(self._micro_batches(batch, at_least, together))
-        # router losses are means over rows, which must be complete
-        packings = [pack(some, self._shares_prefixes and not self.config.n_experts) for some in batches]
+        packings = [self._training_packing(some) for some in batches]
         losses: dict[int, Loss] = {}
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
@@ -129,6 +131,16 @@ class NativeEngine:
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
         norm = self.optimizer.step(lr)
         return {**stats, "step_skipped": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
+
+    def _training_packing(self, batch: SequenceBatch) -> Packing:
+        """Pack a micro-batch. Rows must be complete for router losses, which are means over rows, and for dropout."""
+        rate = self.config.lora.dropout if self.config.lora is not None else 0.0
+        packing = pack(batch, self._shares_prefixes and not self.config.n_experts and not rate)
+        if not rate:
+            return packing
+        seeds = [stable_seed(self.seed, "dropout", self.version, row.prompt, row.sample) for row in batch.ids]
+        keys = token_keys(seeds, packing.lengths, packing.tokens.device)
+        return replace(packing, dropout=Dropout(keys, rate))
 
     def _router_stats(self, n_tokens: int) -> Stats:
         """Return the router losses: means over routed layers, summed over the tokens of this replica."""
@@ -297,7 +309,7 @@ def build_engine(
     if adamw is not None and adamw.reduction is not None:
         model.on_backward = adamw.reduction.backward_reached
     return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder,
-                        base_name, adamw)  # fmt: skip
+                        base_name, adamw, seed=seed)  # fmt: skip
 
 
 def model_dtype(role: RoleSpec) -> torch.dtype:

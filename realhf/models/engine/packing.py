@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.data.batch import SequenceBatch
+from realhf.models.low_rank import Dropout
 from realhf.models.token_head import TokenHead
 from realhf.models.transformer import Transformer
 from realhf.ops.rows import on_device
@@ -17,7 +18,8 @@ class Packing:
 
     ``gather_index`` (``[T]``) is the index of each token of the batch among them, ``prev_index`` (``[t]``) that of each
     token's predecessor, -1: none. Both are None without shared prefixes, when the tokens are those of the batch.
-    ``experts`` are those that the tokens have in generation, ``[t, L * k]``, if they are replayed.
+    ``experts`` are those that the tokens have in generation, ``[t, L * k]``, if they are replayed; ``dropout`` is that
+    of adapters in training.
     """
 
     tokens: Tensor
@@ -26,6 +28,7 @@ class Packing:
     gather_index: Tensor | None = None
     prev_index: Tensor | None = None
     experts: Tensor | None = None
+    dropout: Dropout | None = None
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the values of all tokens of the batch, ``[T]``, from those of the packed tokens, ``[t]``."""

@@ -130,7 +130,7 @@ class Pipeline:
 
     def _hidden(self, batch: Packing, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
         return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
-                                 experts=batch.experts)  # fmt: skip
+                                 experts=batch.experts, dropout=batch.dropout)  # fmt: skip
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
         return self.receive_rows(self.model.tp_region(len(batch.tokens)).n_local_tokens, rank)
