@@ -33,8 +33,8 @@ def engine_of(spec: ModelSpec, rank: int = 0, strategy: ParallelStrategy = SINGL
     groups = make_groups(sorted(m for m in members if len(m) > 1), rank)
     role = RoleSpec(spec)
     context = ParallelContext(layout, rank, groups=groups)
-    return build_engine(model_config(role), role, context, trained=False, holds_weights=True, seed=3, total_steps=10, stop_ids=(1,),
-                        tokenizer_folder=None, shared_name="actor")  # fmt: skip
+    return build_engine(model_config(role), role, context, trained=False, holds_weights=True, seed=3, total_steps=10,
+                        stop_ids=(1,), tokenizer_folder=None, shared_name="actor")  # fmt: skip
 
 
 def vllm_on(engine: NativeEngine, folder: Path, temperature: float = 1.0, pack: bool = True,

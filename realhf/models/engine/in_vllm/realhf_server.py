@@ -93,7 +93,8 @@ class WeightReceiver:
         self.trainer_version = version
 
     def open_trainer_memory(self, memory: list[dict[str, Any]]) -> None:
-        self.close_trainer_memory()
+        if self.trainer_memory:
+            self.close_trainer_memory()
         self.trainer_memory = tuple(opened(shard, self.rank) for shard in memory)
 
     def close_trainer_memory(self) -> None:
@@ -252,17 +253,23 @@ def adapter_arguments(adapter: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_adapters_are_supported() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if "lora_target_modules" not in {field.name for field in fields(EngineArgs)}:
+        raise RuntimeError("adapters beside the base need vLLM 0.20 or newer; set vllm.merge_lora=True")
+
+
 class Server:
     """One engine and the methods that a worker calls."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
 
         self.adapter: dict[str, Any] | None = options["adapter"]
         self.lora_request: Any = None
-        if self.adapter and "lora_target_modules" not in {field.name for field in fields(EngineArgs)}:
-            raise RuntimeError("this vLLM cannot restrict adapters to modules (0.20 can): set vllm.merge_lora=True")
+        if self.adapter:
+            check_adapters_are_supported()
         self.llm = LLM(**engine_arguments(options))
         self.sleeps = bool(options["gpu"].get("enable_sleep_mode"))
         self.sleep()
