@@ -71,7 +71,7 @@ def test_adapters_beside_the_base_and_merged(options: list[str], tmp_path: Path)
     for other in ("tensor", "merged"):
         assert not same_curve(found["one"], found[other])
     assert all(line["actor_train/logprob_diff"] < 1e-5 for run in found.values() for line in run.metrics)
-    logs = {name: (run.root / "logs" / "worker_0.log").read_text() for name, run in found.items()}
+    logs = {name: (run.root / "logs" / "worker-0.log").read_text() for name, run in found.items()}
     reason = "vLLM gets merged weights of actor: vllm.merge_lora=True"
     assert [name for name, log in logs.items() if reason in log] == ["merged"]
     assert abs(found["one"].metrics[-1]["kl/ref"]) > 1e-6 and found["one"].metrics[-1]["actor_train/grad_norm"] > 0

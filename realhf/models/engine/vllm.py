@@ -30,6 +30,7 @@ from realhf.models.engine.vllm_weights import (
     WeightMemory,
     adapter_tensors,
     gather_bytes,
+    has_copied_head,
     make_buckets,
     merged_shard,
     weight_memory,
@@ -147,8 +148,8 @@ class VllmEngine(NativeEngine):
             )
 
     def _checksum(self) -> int:
-        """Return the sum of this shard's weights, read as integers; like in vLLM, a tied embedding counts twice."""
-        tied = [self._served.view("embed.weight")] if self.config.tied_embedding else []
+        """Return the sum of this shard's weights, read as integers; like in vLLM, a copied head counts, too."""
+        tied = [self._served.view("embed.weight")] if has_copied_head(self.config) else []
         adapters = list[Tensor]()
         if self.adapter_memory is not None and self.config.lora is not None:
             for name in filter(is_adapter, self.params.names):  # as vLLM has them: in the base's type, with B scaled
@@ -223,7 +224,8 @@ class VllmLauncher:
         """Start a process for an engine's replica, on its GPUs if any; raises RunFailed if vLLM does not start."""
         self.folder.mkdir(parents=True, exist_ok=True)
         dtype, context = engine.model.dtype, engine.context
-        hf_config = config_json(replace(engine.config, tied_embedding=False, lora=None), dtype)
+        tied = engine.config.tied_embedding and not has_copied_head(engine.config)
+        hf_config = config_json(replace(engine.config, tied_embedding=tied, lora=None), dtype)
         (self.folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         name, ranks = f"vLLM of worker {context.rank}", context.group("tp").ranks
         adapter = self.adapter_options(engine)

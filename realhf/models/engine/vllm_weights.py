@@ -85,7 +85,7 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
     """
     config, dtype = replace(engine.config, lora=None), engine.model.dtype
     tensors = _mapped_tensors(stored_slices(config), _shards(engine, config, dtype), dtype)
-    if config.tied_embedding:  # sent twice, since vLLM does not reload a shared tensor
+    if has_copied_head(config):  # sent twice, since vLLM does not reload a shared tensor
         names = FAMILIES[config.family].hf_tensors(replace(config, tied_embedding=False))
         embedding = next(both for both in tensors if both[1]["name"] == names["embed.weight"][0].name)
         tensors.append((embedding[0], {**embedding[1], "name": names["head.weight"][0].name}))
@@ -99,6 +99,11 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
         bytes_left -= math.prod(tensor["shape"]) * dtype.itemsize
         buckets[-1].append(tensor)
     return tuple(map(tuple, buckets))
+
+
+def has_copied_head(config: ModelConfig) -> bool:
+    """Return True if vLLM stores a tied embedding a second time, as the head; its Gemma 2 has no head."""
+    return config.tied_embedding and config.family != "gemma2"
 
 
 def adapter_tensors(engine: NativeEngine) -> Bucket:
