@@ -82,7 +82,7 @@ def adapters(python: str, rounds: int, bf16: bool) -> None:
             first, *rest = seconds[name]
             print(f"{'bfloat16' if bf16 else 'float32'}, {name}: {nbytes / 1e6:.1f} MB in "
                   f"{statistics.median(rest):.3f} s ({min(rest):.3f}-{max(rest):.3f}), first {first:.2f} s; "
-                  f"{statistics.median(rates[name][1:]):.0f} tokens/s", flush=True)  # fmt: skip
+                  f"{statistics.median(rates[name][1:]):.3g} tokens/s", flush=True)  # fmt: skip
 
 
 def sampled_tokens(engine: VllmEngine, seed: int) -> int:
