@@ -146,6 +146,19 @@ class FlatParams:
         self.n_allocations += 1
         self._boxes.clear()
 
+    def share(self, name: str) -> None:
+        """Move the parameters to shared host memory, if they are not in it."""
+        if self.shared is not None:
+            return
+        assert self.grad is None and not self.data.is_cuda, "trained parameters are created in shared memory"
+        with torch.inference_mode(False):
+            self.shared = SharedBuffer(self.data.nbytes, name)
+            data = torch.frombuffer(self.shared.map, dtype=self.data.dtype, count=len(self.data))
+            data.copy_(self.data)
+        self.data = data
+        self.n_allocations += 1
+        self._boxes.clear()
+
     def zero_grad(self) -> None:
         assert self.grad is not None, "gradients are not enabled"
         self.grad.zero_()

@@ -29,7 +29,7 @@ from realhf.arch.peft_config import (
     head_key,
 )
 from realhf.models.flat_params import FlatParams
-from realhf.models.hf_folder import StoredSlices, replaced_folder, stored_slices
+from realhf.models.hf_folder import StoredSlice, StoredSlices, replaced_folder, stored_slices
 from realhf.models.low_rank import merged
 
 
@@ -65,6 +65,21 @@ def save_peft(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, new / ADAPTER_WEIGHTS, {"format": "pt"}
         )
         (new / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(config, base), indent=2) + "\n")
+
+
+def peft_slices(config: ModelConfig) -> StoredSlices:
+    """Return where PEFT stores the adapters of a model without routed experts."""
+    stored, shapes = stored_slices(config), {spec.name: spec.shape for spec in own_specs(config)}
+    slices: StoredSlices = {}
+    for module in lora_modules(config):
+        name, shape = f"{adapter_key(module)}.lora_{{}}.weight", whole(shapes[module.a])
+        slices[module.a] = (StoredSlice(name.format("A"), shape, shape, transpose=False),)
+        for b in module.weights:
+            slices[b_name(b)] = tuple(
+                StoredSlice(name.format("B"), (at, shape[0]), (rows, shape[0]), transpose=False)
+                for at, rows in _rows(stored, b)
+            )
+    return slices
 
 
 def _rows(stored: StoredSlices, weight: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -231,6 +231,8 @@ class ModelWorker:
         self.during = f"starting vLLM for {role}"
         how = VllmLauncher(run.config.vllm, run.paths.root / "vllm" / name, run.paths.log(name), run.temperature,
                       run.config.verify_reallocation, run.config.n_gpus_per_node)  # fmt: skip
+        if engine.config.lora is not None and (reason := how.merge_reason(engine)) is not None:
+            self.log.info("vLLM gets merged weights of %s: %s", role, reason)
         found = with_vllm(engine, how)
         self.servers += [found.server] if found.server else []
         return found

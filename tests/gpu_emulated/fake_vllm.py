@@ -3,6 +3,8 @@
 CUDA IPC is replaced by a table of handles, in which every handle can be opened once by one process, as in torch.
 """
 
+import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,9 @@ class FakeModel:
         self.weights: dict[str, Tensor] = {}
         self.is_awake = True
 
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return []
+
     def parameters(self) -> list[Tensor]:
         assert self.is_awake, "the weights are used while the engine sleeps"
         return list(self.weights.values())
@@ -62,6 +67,30 @@ class FakeModel:
             self.weights[name] = weight.clone()  # a copy on its device
 
 
+class FakeAdapters:
+    """vLLM's manager of adapters, which keeps its matrices in the memory of the weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        matrix = SimpleNamespace(device=device, dtype=torch.float32)
+        self.modules: dict[str, Any] = {"module": SimpleNamespace(lora_a_stacked=[matrix])}
+        self.registered, self.active, self.used_numbers = dict[int, Any](), 0, set[int]()
+
+    def list_adapters(self) -> dict[int, Any]:
+        return dict(self.registered)
+
+    def remove_adapter(self, number: int) -> None:
+        del self.registered[number]
+
+    def add_adapter(self, adapter: Any) -> None:
+        assert not self.registered, "there is room for one adapter"
+        self.registered[adapter.number] = adapter
+
+    def activate_adapter(self, number: int) -> None:
+        assert number not in self.used_numbers, "vLLM keeps the metadata of this number's last batch"
+        self.used_numbers.add(number)
+        self.active = number
+
+
 class FakeLLM:
     """``vllm.LLM`` with ``tensor_parallel_size`` workers; ``log`` has its calls."""
 
@@ -69,7 +98,8 @@ class FakeLLM:
         self.arguments, self.log, self.asleep = arguments, list[str](), set[str]()
         self.workers = [realhf_server.WeightReceiver() for _ in range(arguments["tensor_parallel_size"])]
         for rank, worker in enumerate(self.workers):
-            worker.rank, worker.model_runner = rank, SimpleNamespace(model=FakeModel())
+            manager = SimpleNamespace(_adapter_manager=FakeAdapters(torch.device("cuda", rank)))
+            worker.rank, worker.model_runner = rank, SimpleNamespace(model=FakeModel(), lora_manager=manager)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         assert "weights" not in self.asleep or method == "get_trainer_version", f"{method} while the weights sleep"
@@ -85,6 +115,7 @@ class FakeLLM:
         self.asleep = {"weights", "kv_cache"}
         for worker in self.workers:
             worker.model_runner.model.weights.clear()
+            worker.model_runner.lora_manager._adapter_manager.active = 0  # its matrices are lost
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         assert tags and set(tags) <= self.asleep
@@ -92,11 +123,19 @@ class FakeLLM:
         self.asleep -= set(tags)
         return not self.asleep
 
-    def generate(self, prompts: list[dict[str, list[int]]], sampling: list[Any], use_tqdm: bool = True) -> list[Any]:
+    def generate(
+        self, prompts: list[dict[str, list[int]]], sampling: list[Any], use_tqdm: bool = True, lora_request: Any = None
+    ) -> list[Any]:
         assert not self.asleep, "generation while the engine sleeps"
+        active = {worker.model_runner.lora_manager._adapter_manager.active for worker in self.workers}
+        assert active == {lora_request.lora_int_id if lora_request else 0}
         self.log.append("generate")
         return [_repeated(prompt["prompt_token_ids"][-1], some.max_tokens)
                 for prompt, some in zip(prompts, sampling, strict=True)]  # fmt: skip
+
+    @property
+    def adapters(self) -> list[FakeAdapters]:
+        return [worker.model_runner.lora_manager._adapter_manager for worker in self.workers]
 
     @property
     def weights(self) -> list[dict[str, Tensor]]:
@@ -112,7 +151,7 @@ class InProcessServer:
     """Stands for ``VllmServer``: requests and replies pass through msgpack, but no process."""
 
     def __init__(self, name: str, *_: Any) -> None:
-        self.name, self.version, self.sleeps, self.torch = name, -1, False, ""
+        self.name, self.version, self.has_base, self.sleeps, self.torch = name, -1, False, False, ""
         self.server: realhf_server.Server | None = None
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
@@ -127,6 +166,10 @@ class InProcessServer:
             raise RunFailed(f"{self.name} failed to {method}: {error}") from error
         return msgspec.msgpack.decode(msgspec.msgpack.encode(reply))
 
+    def end_call(self) -> None:
+        if self.sleeps:
+            self.version, self.has_base = -1, False
+
     @property
     def llm(self) -> FakeLLM:
         assert self.server is not None
@@ -136,11 +179,36 @@ class InProcessServer:
         self.server = None
 
 
+@dataclass
+class FakeEngineArgs:
+    lora_target_modules: list[str]
+
+
+class FakeLoraModel:
+    """vLLM's adapter: tensors on a device, with B scaled."""
+
+    @staticmethod
+    def from_lora_tensors(number: int, tensors: dict[str, Tensor], helper: Any, device: str, dtype: torch.dtype) -> Any:
+        assert all(str(one.device) == device and one.dtype == dtype for one in tensors.values())
+        return SimpleNamespace(number=number, tensors=tensors, helper=helper, loras={"module": None})
+
+
+ADAPTER_MODULES = {
+    "vllm.engine.arg_utils": SimpleNamespace(EngineArgs=FakeEngineArgs),
+    "vllm.lora.lora_model": SimpleNamespace(LoRAModel=FakeLoraModel),
+    "vllm.lora.peft_helper": SimpleNamespace(PEFTHelper=lambda **options: SimpleNamespace(**options)),
+    "vllm.lora.request": SimpleNamespace(
+        LoRARequest=lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number)
+    ),
+}
+
+
 def install(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Handles:
     """Replace vLLM, its process and CUDA IPC until the end of the test; return the handles."""
     handles = Handles(cuda)
     module = SimpleNamespace(LLM=FakeLLM, SamplingParams=lambda **options: SimpleNamespace(**options))
-    patch.setitem(__import__("sys").modules, "vllm", module)  # type: ignore[arg-type]
+    for name, fake in {"vllm": module, **ADAPTER_MODULES}.items():
+        patch.setitem(sys.modules, name, fake)  # type: ignore[arg-type]
     patch.setattr("realhf.models.engine.vllm.VllmServer", InProcessServer)
     patch.setattr(DeviceStorage, "_share_cuda_", lambda storage: handles.share(storage), raising=False)
     patch.setattr(torch.cuda, "synchronize", handles.wait)

@@ -1,5 +1,6 @@
 """Generation by vLLM on fake devices: its devices and memory, weights by IPC handles, sleep between calls."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from realhf.api.config import GenerationConfig, ModelSpec, VllmConfig
+from realhf.api.config import GenerationConfig, LoraOptions, ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
@@ -18,6 +19,7 @@ from realhf.models.engine.in_vllm import realhf_server
 from realhf.models.engine.in_vllm.realhf_server import WeightReceiver
 from realhf.models.engine.native import build_engine
 from realhf.models.engine.vllm import RUNTIME_BYTES, VllmEngine, VllmLauncher, with_vllm
+from realhf.models.peft_folder import save_peft
 from tests.gpu_emulated import fake_vllm
 from tests.gpu_emulated.conftest import FAMILIES
 from tests.gpu_emulated.fake_cuda import FakeCuda
@@ -79,6 +81,51 @@ def test_weights_and_cache_are_freed_between_calls(
                            "get_trainer_version", "generate", "sleep 2"]  # fmt: skip
         assert cuda.count("empty_cache") == 1 and llm.asleep and handles.n_open == 0
         assert responses["tokens"].device == torch.device("cuda:0") and responses.lengths("tokens") == (6, 8)
+
+
+def with_lora(folder: Path, root: Path, **options: object) -> VllmEngine:
+    engine = engine_on(folder, trained=False, device="cuda:0", lora=LoraOptions(rank=4, alpha=6.0))
+    engine.params.data.normal_()
+    return with_vllm(engine, VllmLauncher(VllmConfig(**options), root / "served", root / "vllm.log"))  # type: ignore[arg-type]
+
+
+def has_adapter(engine: VllmEngine, folder: Path) -> bool:
+    """Return True if vLLM has the adapter that the engine saves."""
+    save_peft(folder, engine.config, engine.params.view, "base", None)
+    (manager,) = served(engine).adapters
+    expected, found = load_file(folder / "adapter_model.safetensors"), manager.registered[manager.active]
+    assert (found.helper.r, found.helper.lora_alpha) == (4, 6.0) and expected.keys() == found.tensors.keys()
+    return all(torch.equal(found.tensors[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_the_base_is_sent_once_and_adapters_at_every_version(
+    folders: dict[str, Path], handles: fake_vllm.Handles, tmp_path: Path
+) -> None:
+    engine = with_lora(folders["llama"], tmp_path, enable_sleep_mode=False)
+    llm = served(engine)
+    assert llm.arguments["max_lora_rank"] == 8 and llm.arguments["enable_lora"]
+    for version in range(3):
+        engine.params.data.add_(0.1)
+        replace(engine, version=version).generate(prompts_of((3, 5)).to("cuda:0"), CONFIG, 2, 7)
+        assert has_adapter(engine, tmp_path / "saved") and handles.n_open == 0
+    assert llm.log.count("load_from_trainer") == 1 and llm.log.count("load_adapter_from_trainer") == 3
+    assert llm.log.count("reset_prefix_cache") == 3 and same(llm.weights[0], folders["llama"])
+    assert engine.served is engine.model.base, "there is no merged copy"
+
+
+def test_a_process_that_sleeps_gets_base_and_adapter_again(
+    folders: dict[str, Path], handles: fake_vllm.Handles, tmp_path: Path
+) -> None:
+    engine = with_lora(folders["llama"], tmp_path)
+    for _ in range(2):  # the version is the same
+        served(engine).log.clear()
+        engine.generate(prompts_of((3, 5)).to("cuda:0"), CONFIG, 1, 7)
+        assert served(engine).log == [
+            "wake_up weights", "load_from_trainer", "load_adapter_from_trainer", "wake_up kv_cache",
+            "reset_prefix_cache", "get_trainer_version", "generate", "sleep 2",
+        ]  # fmt: skip
+        assert handles.n_open == 0
+    assert served(engine).adapters[0].used_numbers == {1, 2}
 
 
 def test_weights_that_moved_are_exported_again(

@@ -46,6 +46,18 @@ def test_fused_views_share_memory() -> None:
         params.view("wk", "wq")
 
 
+def test_parameters_move_to_shared_memory() -> None:
+    params, before = flat(), flat().data.clone()
+    params.read("wk", ((0, 1), (0, 4)))
+    params.share("weights")
+    shared, n_allocations = params.shared, params.n_allocations
+    assert shared is not None and n_allocations == 1 and torch.equal(params.data, before)
+    params.write("wk", ((0, 1), (0, 4)), torch.full((1, 4), 7.0))
+    assert torch.frombuffer(shared.map, dtype=torch.float32)[40:44].tolist() == [7.0] * 4
+    params.share("weights")
+    assert params.shared is shared and params.n_allocations == n_allocations
+
+
 def test_shards_use_global_coordinates() -> None:
     params = FlatParams(SPECS, {"wq": ((2, 4), (0, 4))}, torch.float32, "cpu")
     assert params.names == ("wq",)

@@ -20,7 +20,7 @@ from realhf.base.errors import UserError
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.low_rank import stacked
-from realhf.models.peft_folder import load_peft, merged_parameter, save_peft
+from realhf.models.peft_folder import load_peft, merged_parameter, peft_slices, save_peft
 from realhf.models.transformer import Transformer
 from tests.models.test_transformer import LENGTHS, loss_and_gradient, their_logits, their_logprobs, tokens
 from tests.models.tiny_models import MODELS, ONE_OF_EACH, hf_model, whole_params
@@ -48,6 +48,19 @@ def with_adapters(folder: Path, scalar: bool = False, targets: tuple[str, ...] =
         if name.endswith(".lora_b"):
             own.view(name).normal_(0.0, 0.1, generator=generator)
     return Transformer(config, own, base=base)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_slices_are_those_of_saved_files(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path / "model")
+    ours = with_adapters(tmp_path / "model")
+    save_peft(tmp_path / "adapter", ours.config, ours.params.view, "base", None)
+    saved, found = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), set[str]()
+    for weight, parts in peft_slices(ours.config).items():
+        for part in parts:
+            found.add(part.name)
+            assert torch.equal(saved[part.name][part.stored(part.at)], ours.params.read(weight, part.at))
+    assert found == saved.keys()
 
 
 def theirs_with(ours: Transformer, name: str, folder: Path) -> torch.nn.Module:

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 from tests.signatures.archives import make_client, open_release
 from tests.signatures.definitions import Definitions
 from tests.signatures.targets import CACHED_KERNELS, FOR_LATER, KERNELS, RELEASES, distribution, forbidden_names, uses
@@ -32,7 +34,7 @@ def write_records(records: Records) -> None:
     packages = []
     for package, versions in sorted(records.items()):
         parts = []
-        for version, names in versions.items():
+        for version, names in sorted(versions.items(), key=lambda one: Version(one[0])):
             lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(names.items()))
             parts.append(f"{json.dumps(version)}: {{\n{lines}\n}}")
         packages.append(f"{json.dumps(package)}: {{\n" + ",\n".join(parts) + "\n}")

@@ -9,7 +9,7 @@ from tests.signatures.uses import ROOT, Arguments, Use, uses_in
 
 RELEASES = {
     "torch": ("2.5.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.15.0"),
-    "vllm": ("0.16.0", "0.32.0", "0.33.0"),
+    "vllm": ("0.16.0", "0.20.0", "0.32.0", "0.33.0"),
     "megatron-core": ("0.16.0", "0.16.1", "0.19.2"),
     "flash-attn": ("2.6.0.post1", "2.8.3.post2"),
     "flash-attn-4": ("4.0.0b36",),
@@ -29,12 +29,15 @@ DISTRIBUTIONS = {
 TOP_LEVEL = frozenset(name.split(".")[0] for name in DISTRIBUTIONS)
 
 SERVER = "realhf/models/engine/in_vllm/realhf_server.py"
+MANAGER = "vllm.lora.model_manager.LRUCacheLoRAModelManager"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 OBJECTS = {
     SERVER: {
         "self.llm": "vllm.LLM",
         "engine": "vllm.v1.engine.llm_engine.LLMEngine",
         "self.model_runner": RUNNER,
+        "manager": MANAGER,
+        "self.lora_request": "vllm.lora.request.LoRARequest",
         "result": "vllm.outputs.RequestOutput",
         "response": "vllm.outputs.CompletionOutput",
     },
@@ -65,6 +68,7 @@ OWN = "torch.ops.realhf"
 """Operators of this package."""
 
 ENGINE_ARGUMENTS = "vllm.engine.arg_utils.EngineArgs"
+ADAPTER_PRODUCT = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_linear"
 DISPATCH = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 EXPECTED = [
     Use(SERVER, ENGINE_ARGUMENTS),
@@ -72,6 +76,13 @@ EXPECTED = [
     # the server replaces this function by one with these parameters
     Use(SERVER, DISPATCH, Arguments(2)),
     Use(SERVER, DISPATCH, Arguments(1, ("remove_weight",))),
+    Use(SERVER, ADAPTER_PRODUCT, Arguments(6, more_keywords=True)),
+    Use(SERVER, "vllm.lora.lora_model.LoRAModel.loras"),
+    Use(SERVER, "vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager"),
+    *[
+        Use(SERVER, f"vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.{name}")
+        for name in ("base_layer", "lora_a_stacked", "lora_b_stacked")
+    ],
     Use("realhf/models/engine/vllm_weights.py", "torch.UntypedStorage._share_cuda_", Arguments(0)),
     *[Use(SERVER, f"{worker}.{name}") for worker in WORKERS for name in ("model_runner", "rank")],
 ]

@@ -36,6 +36,9 @@ FIRST_VERSIONS = {
 }
 """Versions from which on a name is used. The comment names the guard."""
 
+FIRST_WITH_ADAPTERS = Version("0.20")
+"""The first vLLM that can restrict adapters to modules (``check_adapters_are_supported``)."""
+
 VLLM_TURNS = "realhf/models/engine/vllm_turns.py"
 MAX_BYTES = 300_000
 CASES = [(package, version) for package, versions in RELEASES.items() for version in versions]
@@ -80,7 +83,9 @@ def test_engine_arguments_of_vllm(version: str, device: str) -> None:
     where, _ = returned_keys(SERVER, "engine_arguments")
     _, gpu = returned_keys(VLLM, "gpu_options") if device == "cuda" else ("", [])
     assert (len(gpu) >= 4) == (device == "cuda")
-    arguments = engine_arguments({**SERVER_OPTIONS, "device": device, "gpu": dict.fromkeys(gpu)})
+    adapter = {"max_rank": 16, "modules": ["q_proj"]} if Version(version) >= FIRST_WITH_ADAPTERS else None
+    arguments = engine_arguments({**SERVER_OPTIONS, "device": device, "adapter": adapter, "gpu": dict.fromkeys(gpu)})
+    assert ("lora_target_modules" in arguments) == (adapter is not None)
     record = RECORDS["vllm"][version]
     own = parsed((record["vllm.LLM"] or [])[0])
     passed_on = set(arguments) - {one.arg for one in (*own.args, *own.kwonlyargs)}

@@ -136,6 +136,10 @@ def play(engine: NativeEngine, config: GenerationConfig, delays: int | None = No
 
 
 def test_turns_have_the_log_probabilities_of_the_native_engine(engine: NativeEngine, vllm: VllmEngine) -> None:
+    check_turns(engine, vllm)
+
+
+def check_turns(engine: NativeEngine, vllm: VllmEngine) -> None:
     config = replace(PLAIN, max_new_tokens=LIMIT)
     rows, turns = play(vllm, config, delays=1)
     batch = SequenceBatch(

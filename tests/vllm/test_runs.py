@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import REWARDS, Run, Started, run_all, same_curve, start
+from tests.integration.test_resume import kill, resume
 from tests.vllm.model import INTERPRETER
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.dist]
@@ -59,14 +60,33 @@ def test_trainer_and_generator_log_probabilities_agree(runs: dict[str, Run]) -> 
         assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
 
 
-def test_adapters_are_merged_for_vllm(options: list[str], tmp_path: Path) -> None:
-    """The checksums of merged weights are compared, and the reference is the base."""
+def test_adapters_beside_the_base_and_merged(options: list[str], tmp_path: Path) -> None:
+    """The checksums of base and adapters, or of merged weights, are compared, and the reference is the base."""
     lora = ["actor.lora.rank=4", "actor.optimizer.lr=3e-3", WITH_VLLM]
-    variants = {"one": [], "tensor": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2"]}
+    variants = {
+        "one": [],
+        "tensor": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2"],
+        "merged": ["vllm.merge_lora=True"],
+    }
     found = run_all("ppo-math", tmp_path, variants, [*options, *lora])
-    assert not same_curve(found["one"], found["tensor"])
-    assert all(line["actor_train/logprob_diff"] < 1e-5 for line in found["one"].metrics)
+    for other in ("tensor", "merged"):
+        assert not same_curve(found["one"], found[other])
+    assert all(line["actor_train/logprob_diff"] < 1e-5 for run in found.values() for line in run.metrics)
+    logs = {name: (run.root / "logs" / "worker-0.log").read_text() for name, run in found.items()}
+    reason = "vLLM gets merged weights of actor: vllm.merge_lora=True"
+    assert [name for name, log in logs.items() if reason in log] == ["merged"]
     assert abs(found["one"].metrics[-1]["kl/ref"]) > 1e-6 and found["one"].metrics[-1]["actor_train/grad_norm"] > 0
+
+
+def test_a_run_with_adapters_resumes(options: list[str], tmp_path: Path) -> None:
+    """vLLM gets the base and the adapters of the checkpoint."""
+    words = [*options, "actor.lora.rank=4", "actor.optimizer.lr=3e-3", WITH_VLLM, "exp_ctrl.ckpt_freq_steps=1"]
+    (tmp_path / "whole").mkdir()
+    whole = start("ppo-math", tmp_path / "whole", words).finish()
+    cut = start("ppo-math", tmp_path, words)
+    cut.wait_for_checkpoint()
+    kill(cut, 1, "master")
+    assert not same_curve(whole, resume(cut.root))
 
 
 @pytest.fixture

@@ -95,6 +95,9 @@ class VllmConfig:
         False, "on GPUs, run without CUDA graphs and compilation: a faster start, slower decoding"
     )
     enable_sleep_mode: bool = opt(True, "on GPUs, free vLLM's weights and cache between calls")
+    merge_lora: bool = opt(
+        False, "send merged weights instead of LoRA adapters (always for routed experts, gpt2, gpt_neox and olmo2)"
+    )
     timeout: float = opt(600.0, "timeout of startup, weight updates and generation calls in seconds", SECONDS)
 
     def kv_cache_bytes(self, device_bytes: float) -> float:

@@ -175,7 +175,7 @@ def planner_of(
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
                          experiment.vllm.kv_cache_bytes(machine.hardware.memory if device != "cpu" else 0.0),
                          device != "cpu" and experiment.vllm.enable_sleep_mode,
-                         experiment.max_episodes())  # fmt: skip
+                         experiment.max_episodes(), experiment.vllm.merge_lora)  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
     calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits)
     return Planner(graph, calls, experiment.n_nodes * node, experiment.max_staleness)

@@ -285,7 +285,6 @@ def build_engine(
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
     dp = context.layout.strategy.dp
     optimizer_type, pad_to = _optimizer(role, dp) if has_optimizer else (None, dp)
-    shared_name = "" if config.lora is not None else shared_name  # of weights with merged adapters: see VllmEngine
     params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
     base = None
     if config.lora is not None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenerationConfig, VllmConfig
+from realhf.arch.hot_adapters import merge_reason, padded_rank, served_modules
+from realhf.arch.lora import is_adapter
 from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
 from realhf.data.batch import SequenceBatch
@@ -24,13 +26,14 @@ from realhf.models.engine.vllm_process import VllmServer
 from realhf.models.engine.vllm_turns import play_turns, sampling_options
 from realhf.models.engine.vllm_weights import (
     Bucket,
-    DeviceMemory,
-    HostMemory,
     Memory,
     WeightMemory,
+    adapter_tensors,
     gather_bytes,
+    has_copied_head,
     make_buckets,
     merged_shard,
+    weight_memory,
 )
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import config_json
@@ -44,16 +47,28 @@ RUNTIME_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
+class WeightUpdate:
+    """What vLLM needs before a call: memory with the weights or adapters, if it lacks their version."""
+
+    checksum: int
+    weights: Memory
+    adapter: Memory
+
+
+@dataclass(frozen=True)
 class VllmEngine(NativeEngine):
     """A native engine that generates with vLLM. The first rank of a tensor-parallel group calls it and broadcasts.
 
-    vLLM reads the weights in ``served``: those of the engine, or with LoRA a copy with merged adapters.
+    vLLM copies the weights in ``served``: those of the engine, or with LoRA the frozen base, or a copy with merged
+    adapters. ``adapter_memory`` has adapters that are not merged, whose tensors are ``adapter``.
     """
 
     served: FlatParams | None = None
     server: VllmServer | None = None
     buckets: tuple[Bucket, ...] = ()
     memory: WeightMemory | None = None
+    adapter: Bucket = ()
+    adapter_memory: WeightMemory | None = None
     verify: bool = False
 
     def generate(
@@ -66,11 +81,11 @@ class VllmEngine(NativeEngine):
         if not request.n_rows:
             return empty_result(prompts["prompts"].device)
         group, device = self.context.group("tp"), self.context.device
-        checksum, memory = self._synchronised()
+        update = self._synchronised()
         first = group.ranks.index(min(group.ranks))
         counts, tokens, logprobs = torch.zeros(request.n_rows, dtype=torch.int64), None, None
         if self.server is not None:
-            counts, tokens, logprobs = self._request(request, checksum, memory)
+            counts, tokens, logprobs = self._request(request, update)
         counts = group.broadcast(counts.to(device), first)
         if tokens is None or logprobs is None:
             tokens, logprobs = torch.empty(int(counts.sum()), dtype=torch.int64), torch.empty(int(counts.sum()))
@@ -90,25 +105,28 @@ class VllmEngine(NativeEngine):
         max_episodes: int,
     ) -> bytes:
         group, device = self.context.group("tp"), self.context.device
-        checksum, memory = self._synchronised()
+        update = self._synchronised()
         result = b""
         if self.server is not None:
-            if memory:
-                self._send_weights(self.server, memory)
-            self._check_weights(checksum)
+            self._send_weights(self.server, update)
             stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
             result = play_turns(self.server, self.version, make_driver(), config, seed, stop_ids)
         return broadcast_bytes(group, result, group.ranks.index(min(group.ranks)), device)
 
-    def _synchronised(self) -> tuple[int, Memory]:
-        """Return the checksum of the replica's weights, and their memory if vLLM needs it. Collective."""
-        group, device = self.context.group("tp"), self.context.device
+    def _synchronised(self) -> WeightUpdate:
+        """Return what vLLM needs of the replica's weights. Collective."""
+        assert self.memory is not None
         is_stale = self.server is not None and self.server.version != self.version
-        if self.config.lora is not None:
+        lacks_base = is_stale and not self.server.has_base if self.server is not None else False
+        if self.config.lora is not None and self.adapter_memory is None:
             self._merge()
-        state = torch.tensor([self._checksum() if self.verify else 0, int(is_stale)], device=device)
-        checksum, stale = group.all_reduce(state).tolist()  # also a barrier: all shards of the weights are up to date
-        return checksum, self.memory.export() if stale and self.memory is not None else []
+        state = [self._checksum() if self.verify else 0, int(is_stale), int(lacks_base)]
+        # also a barrier: all shards of the weights are up to date
+        total = self.context.group("tp").all_reduce(torch.tensor(state, device=self.context.device))
+        checksum, needs_adapter, needs_weights = total.tolist()
+        weights = self.memory.export() if needs_weights else []
+        adapter = self.adapter_memory.export() if needs_adapter and self.adapter_memory is not None else []
+        return WeightUpdate(checksum, weights, adapter)
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -134,19 +152,34 @@ class VllmEngine(NativeEngine):
             )
 
     def _checksum(self) -> int:
-        """Return the sum of this shard's weights, read as integers; like in vLLM, a tied embedding counts twice."""
-        tied = [self._served.view("embed.weight")] if self.config.tied_embedding else []
-        weights = (self._served.data, *tied)
+        """Return the sum of this shard's weights, read as integers; like in vLLM, a copied head counts, too."""
+        tied = [self._served.view("embed.weight")] if has_copied_head(self.config) else []
+        adapters = list[Tensor]()
+        if self.adapter_memory is not None and self.config.lora is not None:
+            for name in filter(is_adapter, self.params.names):  # as vLLM has them: in the base's type, with B scaled
+                adapter = self.params.view(name).to(self.model.dtype)
+                adapters.append(adapter if name.endswith(".lora_a") else adapter * self.config.lora.scaling)
+        weights = (self._served.data, *tied, *adapters)
         return sum(int(some.reshape(-1).view(torch.int16).sum(dtype=torch.int64)) for some in weights)
 
-    def _send_weights(self, server: VllmServer, memory: Memory) -> None:
+    def _send_weights(self, server: VllmServer, update: WeightUpdate) -> None:
+        """Send what vLLM needs, then compare checksums if they are to be verified."""
+        if update.weights or update.adapter:
+            self._send(server, update)
+        self._check_weights(update.checksum)
+
+    def _send(self, server: VllmServer, update: WeightUpdate) -> None:
         if self._served.data.is_cuda:
             torch.cuda.empty_cache()  # vLLM allocates from what torch does not hold
         try:
-            for bucket in self.buckets:
-                version = self.version if bucket is self.buckets[-1] else -1
-                server.call("load", tensors=bucket, memory=memory, version=version)
+            memory = update.weights
+            for bucket in self.buckets if memory else ():
+                is_last = bucket is self.buckets[-1] and not update.adapter
+                server.call("load", tensors=bucket, memory=memory, version=self.version if is_last else -1)
                 memory = []  # it is open until the last request
+            if update.adapter:
+                server.has_base = True
+                server.call("load_adapter", tensors=self.adapter, memory=update.adapter, version=self.version)
         except RunFailed as error:
             if not self._served.data.is_cuda or server.torch == torch.__version__:
                 raise
@@ -156,16 +189,13 @@ class VllmEngine(NativeEngine):
             ) from error
         server.version = self.version
 
-    def _request(self, request: Request, checksum: int, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
+    def _request(self, request: Request, update: WeightUpdate) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers of tokens by row, all tokens, and their log-probabilities."""
         assert self.server is not None
-        if memory:
-            self._send_weights(self.server, memory)
-        self._check_weights(checksum)
+        self._send_weights(self.server, update)
         rows = [{"prompt": i // request.n, "sampling": sampling_params(request, i)} for i in range(request.n_rows)]
         reply = self.server.call("generate", version=self.version, prompts=list(request.prompt_tokens), rows=rows)
-        if self.server.sleeps:
-            self.server.version = -1
+        self.server.end_call()
         counts = torch.tensor([len(tokens) for tokens in reply["tokens"]])
         tokens = torch.tensor([token for tokens in reply["tokens"] for token in tokens])
         logprobs = torch.tensor([p for some in reply["logprobs"] for p in some], dtype=torch.float32)
@@ -198,10 +228,15 @@ class VllmLauncher:
         """Start a process for an engine's replica, on its GPUs if any; raises RunFailed if vLLM does not start."""
         self.folder.mkdir(parents=True, exist_ok=True)
         dtype, context = engine.model.dtype, engine.context
-        hf_config = config_json(replace(engine.config, tied_embedding=False, lora=None), dtype)
+        tied = engine.config.tied_embedding and not has_copied_head(engine.config)
+        hf_config = config_json(replace(engine.config, tied_embedding=tied, lora=None), dtype)
         (self.folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         name, ranks = f"vLLM of worker {context.rank}", context.group("tp").ranks
-        server = VllmServer(name, self.options, self.log, self.environment(ranks, devices), context.activity)
+        adapter = self.adapter_options(engine)
+        environment = self.environment(ranks, devices)
+        if adapter and not devices:
+            environment["REALHF_ONE_ADAPTER"] = "1"
+        server = VllmServer(name, self.options, self.log, environment, context.activity)
         options = {
             "folder": str(self.folder),
             "dtype": str(dtype).removeprefix("torch."),
@@ -211,6 +246,7 @@ class VllmLauncher:
             "slots": self.options.max_num_seqs,
             # of the tempered distribution: the raw one, or the sampled one, which top-k and top-p must not restrict
             "logprobs": "raw_logprobs" if self.temperature in (0.0, 1.0) else "processed_logprobs",
+            "adapter": adapter,
             "gpu": self.gpu_options(engine) if devices else {},
         }
         try:
@@ -234,11 +270,26 @@ class VllmLauncher:
             "REALHF_PLAIN_MATRICES": "" if self.options.pack else "1",
         }
 
+    def merge_reason(self, engine: NativeEngine) -> str | None:
+        """Return why vLLM gets whole weights; None if it gets the base once, and adapters."""
+        return merge_reason(engine.config, self.options.merge_lora)
+
+    def adapter_options(self, engine: NativeEngine) -> dict[str, Any] | None:
+        """Return the sizes and the modules of the adapters that vLLM gets, None if it gets whole weights."""
+        lora = engine.config.lora
+        if lora is None or self.merge_reason(engine) is not None:
+            return None
+        modules = served_modules(engine.config)
+        return {"rank": lora.rank, "alpha": lora.alpha, "max_rank": padded_rank(lora.rank), "modules": modules}
+
     def gpu_options(self, engine: NativeEngine) -> dict[str, Any]:
         """Return vLLM's options for GPUs. It starts only if the share of the memory that it may use is free."""
         total = torch.cuda.get_device_properties(engine.context.device).total_memory
         cache = int(self.options.kv_cache_bytes(total))
         needed = engine.model.base.data.nbytes + cache + RUNTIME_BYTES
+        if (adapter := self.adapter_options(engine)) is not None:  # with its padding, and once more while it is loaded
+            numel = engine.params.data.numel() * (adapter["max_rank"] + adapter["rank"]) // adapter["rank"]
+            needed += numel * engine.model.dtype.itemsize
         return {
             "enforce_eager": self.options.enforce_eager,
             "enable_sleep_mode": self.options.enable_sleep_mode,
@@ -257,15 +308,21 @@ class VllmLauncher:
 def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
     """Return the engine with a vLLM process for its replica. Collective over its tensor-parallel group."""
     group, devices = engine.context.group("tp"), list[str]()
-    params = engine.params if engine.config.lora is None else merged_shard(engine, launcher.folder.name)
-    memory: WeightMemory
-    if params.shared is not None:
-        memory = HostMemory(params.shared, group)
-    else:
-        memory = DeviceMemory(params.data, group)
+    is_hot = launcher.merge_reason(engine) is None
+    params, is_cpu = engine.params, engine.context.device.type == "cpu"
+    if is_hot:
+        params = engine.model.base
+        if is_cpu:
+            params.share(f"{launcher.folder.name}_base")
+    elif engine.config.lora is not None:
+        params = merged_shard(engine, launcher.folder.name)
+    if not is_cpu:
         own = os.environ.get(VISIBLE, str(engine.context.device.index or 0)).encode()
         devices = [device.decode() for device in gather_bytes(group, own, engine.context.device)]
     server = launcher.start(engine, devices) if group.index == 0 else None
-    buckets = make_buckets(engine) if server else ()
     fields_ = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    return VllmEngine(**fields_, served=params, server=server, buckets=buckets, memory=memory, verify=launcher.verify)
+    return VllmEngine(
+        **fields_, served=params, server=server, buckets=make_buckets(engine) if server else (),
+        memory=weight_memory(params, group), adapter=adapter_tensors(engine) if server and is_hot else (),
+        adapter_memory=weight_memory(engine.params, group) if is_hot else None, verify=launcher.verify,
+    )  # fmt: skip

@@ -27,15 +27,16 @@ LOG_TAIL_CHARS = 800
 class VllmServer:
     """A vLLM process, with a deadline for every ``call``. Not thread-safe.
 
-    ``version`` is that of its weights; -1 without any, or if it discards them after every call (``sleeps``). ``torch``
-    is the version of its torch, known after the start.
+    ``version`` is that of its weights; -1 without any, or if it discards them after every call (``sleeps``).
+    ``has_base`` is True if it has the frozen weights below its adapters. ``torch`` is the version of its torch, known
+    after the start.
     """
 
     def __init__(
         self, name: str, options: VllmConfig, log: Path, environment: Mapping[str, str], activity: ActivityStack
     ) -> None:
         self.name, self.log, self.timeout_s, self.activity = name, log, options.timeout, activity
-        self.version, self.sleeps, self.torch = -1, False, ""
+        self.version, self.has_base, self.sleeps, self.torch = -1, False, False, ""
         self._socket, theirs = socket.socketpair()
         with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
@@ -59,6 +60,11 @@ class VllmServer:
         if "error" in reply:
             raise RunFailed(f"{self.name} failed to {method}: {reply['error']} (more in {self.log})")
         return reply
+
+    def end_call(self) -> None:
+        """Record that a generating call has ended: a process that sleeps has discarded its weights."""
+        if self.sleeps:
+            self.version, self.has_base = -1, False
 
     def _receive(self, size: int, method: str, deadline: float) -> bytes:
         received = bytearray()

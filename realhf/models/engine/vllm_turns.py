@@ -42,8 +42,7 @@ def play_turns(
             counts[key] += len(tokens)
             outputs.append(TurnOutput(key, tokens, logprobs, logprobs, tokens[-1] in stop_ids))
     server.call("end_turns")
-    if server.sleeps:
-        server.version = -1
+    server.end_call()
     return driver.result()
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, intersect
 from realhf.arch.families import FAMILIES
-from realhf.arch.param_specs import param_specs
 from realhf.base.shared_buffer import SharedBuffer, fd_path
 from realhf.comm.process_groups import Group
 from realhf.models.engine.native import NativeEngine, empty_shard
 from realhf.models.flat_params import FlatParams
-from realhf.models.hf_folder import hf_shapes, stored_slices
+from realhf.models.hf_folder import StoredSlices, hf_shapes, stored_slices
+from realhf.models.peft_folder import peft_slices
 
 BUCKET_BYTES = 512 << 20
 """Weights per request, which limits the memory for tensors that are assembled from several shards."""
@@ -63,6 +63,11 @@ class DeviceMemory:
         return [{"device": i, "handles": msgspec.msgpack.decode(shard)} for i, shard in enumerate(gathered)]
 
 
+def weight_memory(params: FlatParams, group: Group) -> WeightMemory:
+    """Return the memory of a replica's shards, of which ``params`` is that of this rank. Collective."""
+    return DeviceMemory(params.data, group) if params.shared is None else HostMemory(params.shared, group)
+
+
 def gather_bytes(group: Group, data: bytes, device: torch.device) -> list[bytes]:
     """Return the bytes of every member, ordered by ``index``; their lengths may differ. Collective."""
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
@@ -78,11 +83,9 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
 
     A layer is in one request, since vLLM fuses some of its tensors.
     """
-    config, context, dtype = replace(engine.config, lora=None), engine.context, engine.model.dtype
-    ranks, dp = sorted(context.group("tp").ranks), context.layout.strategy.dp
-    shards = [empty_shard(config, context.layout, rank, dtype, "meta", dp) for rank in ranks]
-    tensors = _mapped_tensors(config, shards, dtype)
-    if config.tied_embedding:  # sent twice, since vLLM does not reload a shared tensor
+    config, dtype = replace(engine.config, lora=None), engine.model.dtype
+    tensors = _mapped_tensors(stored_slices(config), _shards(engine, config, dtype), dtype)
+    if has_copied_head(config):  # sent twice, since vLLM does not reload a shared tensor
         names = FAMILIES[config.family].hf_tensors(replace(config, tied_embedding=False))
         embedding = next(both for both in tensors if both[1]["name"] == names["embed.weight"][0].name)
         tensors.append((embedding[0], {**embedding[1], "name": names["head.weight"][0].name}))
@@ -98,6 +101,24 @@ def make_buckets(engine: NativeEngine) -> tuple[Bucket, ...]:
     return tuple(map(tuple, buckets))
 
 
+def has_copied_head(config: ModelConfig) -> bool:
+    """Return True if vLLM stores a tied embedding a second time, as the head; its Gemma 2 has no head."""
+    return config.tied_embedding and config.family != "gemma2"
+
+
+def adapter_tensors(engine: NativeEngine) -> Bucket:
+    """Return the adapters of the engine's replica, whole, with the names of PEFT's files."""
+    dtype = engine.params.data.dtype
+    tensors = _mapped_tensors(peft_slices(engine.config), _shards(engine, engine.config, dtype), dtype)
+    return tuple(tensor for _, tensor in tensors)
+
+
+def _shards(engine: NativeEngine, config: ModelConfig, dtype: torch.dtype) -> list[FlatParams]:
+    """Return the shards of the engine's replica, without memory."""
+    layout, ranks = engine.context.layout, sorted(engine.context.group("tp").ranks)
+    return [empty_shard(config, layout, rank, dtype, "meta", layout.strategy.dp) for rank in ranks]
+
+
 def merged_shard(engine: NativeEngine, name: str) -> FlatParams:
     """Return memory for an engine's weights with merged adapters, on CPUs shared memory."""
     config, context = replace(engine.config, lora=None), engine.context
@@ -106,14 +127,13 @@ def merged_shard(engine: NativeEngine, name: str) -> FlatParams:
 
 
 def _mapped_tensors(
-    config: ModelConfig, shards: Sequence[FlatParams], dtype: torch.dtype
+    stored: StoredSlices, shards: Sequence[FlatParams], dtype: torch.dtype
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Return the layer and the request of every Hugging Face tensor, with its slices in the shards.
+    """Return the layer and the request of every stored tensor, with its slices in the shards.
 
     The shards need no memory. A slice that several shards hold is taken from the first.
     """
-    stored, layer_of = stored_slices(config), {spec.name: spec.layer for spec in param_specs(config)}
-    layers = {part.name: layer_of[ours] for ours, several in stored.items() for part in several}
+    layers = {part.name: shards[0].spec(ours).layer for ours, several in stored.items() for part in several}
     slices: dict[str, dict[Box, dict[str, Any]]] = {name: {} for name in layers}
     for number, shard in enumerate(shards):
         for name, part in ((ours, part) for ours in shard.names for part in stored[ours]):

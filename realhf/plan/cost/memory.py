@@ -14,6 +14,7 @@ from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
+from realhf.arch.hot_adapters import merge_reason, padded_rank
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
 from realhf.plan.cost.speed import (
@@ -61,7 +62,7 @@ class MemoryModel:
 
     ``share_prompts`` is as in ``CostModel``; ``server_cache`` is the key/value cache of a vLLM process in bytes. With
     ``server_sleeps`` the process has weights and cache during calls only. ``max_episodes`` is the number of episodes of
-    multi-turn rollouts whose cache is kept between turns.
+    multi-turn rollouts whose cache is kept between turns; ``merge_lora`` is vLLM's option.
     """
 
     graph: Graph
@@ -77,6 +78,7 @@ class MemoryModel:
     server_cache: float = 0.0
     server_sleeps: bool = False
     max_episodes: int = 0
+    merge_lora: bool = False
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the parameters that a role owns per device at the largest stage."""
@@ -125,7 +127,9 @@ class MemoryModel:
         config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
         borrowed = 0.0 if home_layout == placement.layout else self.weights(mfc.role, strategy)
         if placement.backend is Backend.vllm:
-            if self.device == "cpu":  # the weights are in shared memory
+            if config.lora is not None:
+                borrowed += 0.0 if self._serves_adapters(mfc.role) else self.model(mfc.role, strategy)
+            elif self.device == "cpu":  # the weights are in shared memory
                 borrowed = self.model(mfc.role, strategy)
             return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
@@ -195,7 +199,17 @@ class MemoryModel:
 
     def _server_contents(self, role: str, strategy: ParallelStrategy, allocated: bool) -> float:
         """Return the bytes of weights and cache of a vLLM process at a time at which it has ``allocated`` them."""
-        return self.model(role, strategy) + self.server_cache if allocated else 0.0
+        if not allocated:
+            return 0.0
+        adapters, lora = 0.0, self.models[role].lora
+        if lora is not None and self._serves_adapters(role):  # with zeros up to vLLM's rank, and as they were loaded
+            numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
+            adapters = numel * (padded_rank(lora.rank) / lora.rank + 1) * model_itemsize(self.roles[role])
+        return self.model(role, strategy) + adapters + self.server_cache
+
+    def _serves_adapters(self, role: str) -> bool:
+        """Return True if vLLM has the role's adapters beside the base, False if it gets merged weights."""
+        return merge_reason(self.models[role], self.merge_lora) is None
 
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"

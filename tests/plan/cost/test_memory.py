@@ -13,6 +13,7 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Workload
+from realhf.api.model_config import Lora
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.cost import BatchRows
 from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
@@ -174,6 +175,21 @@ def test_served_calls_have_a_server_process() -> None:
     waking, asleep = (m.devices(served, calls) for m in (gpu, sleeping))
     for rank in placed.layout.mesh.ranks:
         assert waking[rank].server == weights + 3e8 + SERVER_BYTES and asleep[rank].total <= waking[rank].total
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_served_adapters_need_no_copy_of_the_weights(device: str) -> None:
+    hot = replace(memory_model(), server_cache=3e8, device=device)
+    hot = replace(hot, models={**hot.models, "actor": replace(hot.models["actor"], lora=Lora(4, 8.0))})
+    placed, strategy = replace(plan(actor_gen="d2")["actor_gen"], backend=Backend.vllm), ParallelStrategy(2)
+    gen, home = hot.graph["actor_gen"], placed.layout
+    assert hot.transient(gen, placed, [rows(4)], home) == Bytes()
+    assert hot.transient(gen, placed, [rows(4)], layout("d1")) == Bytes(borrowed=hot.weights("actor", strategy))
+    merged = replace(hot, merge_lora=True)
+    assert merged.transient(gen, placed, [rows(4)], home) == Bytes(borrowed=hot.model("actor", strategy))
+    adapters = 3 * hot.weights("actor", strategy)  # with zeros up to rank 8, and as they were loaded
+    sizes = [one._server_contents("actor", strategy, allocated=True) for one in (hot, merged)]
+    assert sizes == [hot.model("actor", strategy) + adapters + 3e8, hot.model("actor", strategy) + 3e8]
 
 
 def test_weights_in_another_layout_are_borrowed() -> None:

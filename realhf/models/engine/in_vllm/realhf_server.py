@@ -13,6 +13,8 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +24,7 @@ import torch
 LENGTH = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
 BATCHED_TOKENS = 8192
-NO_PACKING = "REALHF_PLAIN_MATRICES"
+NO_PACKING, ONE_ADAPTER = "REALHF_PLAIN_MATRICES", "REALHF_ONE_ADAPTER"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -45,15 +47,55 @@ class WeightReceiver:
         The first request of an update has the ``memory``, the last one the ``version``, which is -1 in others.
         """
         if memory:
-            self.trainer_memory = tuple(opened(shard, self.rank) for shard in memory)
+            self.open_trainer_memory(memory)
         model = self.model_runner.model
-        if all(weight.numel() for weight in model.parameters()):
-            model.load_weights(assembled(tensors, self.trainer_memory))
-        else:  # kernels have packed the matrices: build them again
-            self.model_runner.reload_weights(weights_iterator=assembled(tensors, self.trainer_memory))
+        with without_adapters(model):
+            if all(weight.numel() for weight in model.parameters()):
+                model.load_weights(assembled(tensors, self.trainer_memory))
+            else:  # kernels have packed the matrices: build them again
+                self.model_runner.reload_weights(weights_iterator=assembled(tensors, self.trainer_memory))
         self.trainer_version = version
         if version >= 0:
             self.close_trainer_memory()
+
+    def load_adapter_from_trainer(
+        self, tensors: list[dict[str, Any]], memory: list[dict[str, Any]], version: int, adapter: dict[str, Any]
+    ) -> None:
+        """Replace the adapter of the model by a copy of the trainer's; ``adapter`` has ``number``, ``rank``, ``alpha``.
+
+        Every adapter has a new number: vLLM keeps metadata of a batch as long as the numbers are the same, and loses
+        them when it sleeps.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        self.trainer_version = -1
+        self.open_trainer_memory(memory)
+        manager = self.model_runner.lora_manager._adapter_manager
+        like = next(iter(manager.modules.values())).lora_a_stacked[0]
+        # copies: vLLM scales the matrices B in place
+        copies = {
+            name: tensor.to(like.device, like.dtype, copy=True)
+            for name, tensor in assembled(tensors, self.trainer_memory)
+        }
+        self.close_trainer_memory()
+        helper = PEFTHelper(r=adapter["rank"], lora_alpha=adapter["alpha"], target_modules=[])
+        model = LoRAModel.from_lora_tensors(
+            adapter["number"], copies, helper, device=str(like.device), dtype=like.dtype
+        )
+        for old in manager.list_adapters():
+            manager.remove_adapter(old)
+        manager.add_adapter(model)
+        if unknown := model.loras.keys() - manager.modules.keys():
+            raise RuntimeError(f"vLLM has no adapters for {len(unknown)} modules: {sorted(unknown)[0]}, ...; "
+                               "set vllm.merge_lora=True")  # fmt: skip
+        manager.activate_adapter(adapter["number"])
+        self.trainer_version = version
+
+    def open_trainer_memory(self, memory: list[dict[str, Any]]) -> None:
+        if self.trainer_memory:
+            self.close_trainer_memory()
+        self.trainer_memory = tuple(opened(shard, self.rank) for shard in memory)
 
     def close_trainer_memory(self) -> None:
         """Release the trainer's memory, once the copies from it have ended."""
@@ -68,12 +110,14 @@ class WeightReceiver:
         return self.trainer_version
 
     def weights_checksum(self) -> int:
-        """Return the sum of all weights read as integers, which does not depend on their memory layout.
+        """Return the sum of all weights and adapters read as integers, which does not depend on their memory layout.
 
         A matrix packed by a kernel is recovered by multiplying with the unit matrix.
         """
         total = 0
         for layer in self.model_runner.model.modules():
+            for matrices in (*getattr(layer, "lora_a_stacked", ()), *getattr(layer, "lora_b_stacked", ())):
+                total += integer_sum(matrices)
             for weight in layer.parameters(recurse=False):
                 if hasattr(layer, "shard_indices"):  # a vocabulary, padded with unused rows
                     total += integer_sum(weight[: layer.shard_indices.num_org_elements])
@@ -132,6 +176,43 @@ def use_plain_matrix(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Remove vLLM's wrappers of modules with adapters for the duration: they change the names of the weights."""
+    wrappers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_a_stacked")}
+    for name, wrapper in wrappers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, wrapper)
+
+
+def add_adapter_product(
+    self: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
+    """Add the product of the only adapter. vLLM's own code for CPUs copies the matrices for every token."""
+    start = 0
+    for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        y[:, start : start + width].addmm_(x @ a[0, 0].t(), b[0, 0].t(), alpha=scale)
+        start += width
+
+
+if os.environ.get(ONE_ADAPTER):
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    PunicaWrapperCPU.add_lora_linear = add_adapter_product
+
 if os.environ.get(NO_PACKING):  # every process of the engine imports this module before it loads a model
     from vllm.model_executor.layers import utils
 
@@ -157,8 +238,26 @@ def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "logprobs_mode": options["logprobs"],
         "worker_extension_cls": f"{Path(__file__).stem}.{WeightReceiver.__name__}",
         "seed": 0,
+        **(adapter_arguments(options["adapter"]) if options["adapter"] else {}),
         **options["gpu"],
     }
+
+
+def adapter_arguments(adapter: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for one adapter at a time."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": adapter["max_rank"],
+        "lora_target_modules": adapter["modules"],
+    }
+
+
+def check_adapters_are_supported() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if "lora_target_modules" not in {field.name for field in fields(EngineArgs)}:
+        raise RuntimeError("adapters beside the base need vLLM 0.20 or newer; set vllm.merge_lora=True")
 
 
 class Server:
@@ -167,6 +266,10 @@ class Server:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        self.adapter: dict[str, Any] | None = options["adapter"]
+        self.lora_request: Any = None
+        if self.adapter:
+            check_adapters_are_supported()
         self.llm = LLM(**engine_arguments(options))
         self.sleeps = bool(options["gpu"].get("enable_sleep_mode"))
         self.sleep()
@@ -185,10 +288,26 @@ class Server:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("load_from_trainer", args=(tensors, memory, version))
         if version >= 0:
-            if self.sleeps:  # not before, so that tensors being assembled can use the memory of the cache
-                self.llm.wake_up(tags=["kv_cache"])
-            self.llm.reset_prefix_cache()
+            self.prepare_cache()
         return {}
+
+    def load_adapter(self, tensors: list[dict[str, Any]], memory: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        """Replace the adapter by the trainer's, which completes a version of the weights."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.adapter is not None
+        number = 1 if self.lora_request is None else self.lora_request.lora_int_id + 1
+        adapter = {**self.adapter, "number": number}
+        self.llm.collective_rpc("load_adapter_from_trainer", args=(tensors, memory, version, adapter))
+        self.lora_request = LoRARequest(f"adapter {number}", number, "in memory")
+        self.prepare_cache()
+        return {}
+
+    def prepare_cache(self) -> None:
+        """Allocate the cache of an engine that sleeps between calls, and drop prefixes of older weights."""
+        if self.sleeps:  # not before, so that tensors being assembled can use the memory of the cache
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
 
     def checksum(self) -> dict[str, Any]:
         return {"checksums": self.llm.collective_rpc("weights_checksum")}
@@ -198,7 +317,8 @@ class Server:
         self.check_version(version)
         sampling = [sampling_params(row["sampling"]) for row in rows]
         inputs = [{"prompt_token_ids": prompts[row["prompt"]]} for row in rows]
-        responses = [result.outputs[0] for result in self.llm.generate(inputs, sampling, use_tqdm=False)]
+        results = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=self.lora_request)
+        responses = [result.outputs[0] for result in results]
         self.sleep()
         return {"tokens": [list(one.token_ids) for one in responses], "logprobs": list(map(logprobs_of, responses))}
 
@@ -216,7 +336,8 @@ class Server:
             self.check_version(version)
         for row in rows:
             params = sampling_params(row["sampling"], output_kind=final)
-            engine.add_request(row["id"], {"prompt_token_ids": row["tokens"]}, params)
+            prompt = {"prompt_token_ids": row["tokens"]}
+            engine.add_request(row["id"], prompt, params, lora_request=self.lora_request)
         while engine.has_unfinished_requests() and not finished:
             finished += [result for result in engine.step() if result.finished]
         turns = [(result.request_id, result.outputs[0]) for result in finished]
