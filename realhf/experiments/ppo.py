@@ -9,6 +9,7 @@ from realhf.algorithms.distillation.options import PLACEHOLDER, template_problem
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
+from realhf.api.config.choices import Backend
 from realhf.api.config.option import FINITE, FRACTION
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.curriculum import CurriculumRules
@@ -251,6 +252,8 @@ class PPOExperiment(Experiment):
             (self.has_reference or self.ref == ModelSpec(), "ref has options, but ppo.kl_in=none uses no reference"),
             (has_model(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
+            (not self.ppo.router_replay or self.actor_gen.backend is not Backend.vllm,
+             "ppo.router_replay needs actor_gen.backend=native: vLLM does not return the experts of tokens here"),
             (self.dataset_max_filter_percentage or self.dataset_filter_threshold == 100.0,
              f"dataset_filter_threshold={self.dataset_filter_threshold} needs dataset_max_filter_percentage"),
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),

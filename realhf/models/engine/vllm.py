@@ -75,7 +75,7 @@ class VllmEngine(NativeEngine):
         self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
     ) -> SequenceBatch:
         if record_experts:
-            raise ValueError("ppo.router_replay is not supported with vLLM")
+            raise ValueError("vLLM does not return the experts of tokens")
         stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         request = Request(prompts, config, n, seed, stop_ids, 0)
         if not request.n_rows:

@@ -393,5 +393,7 @@ def test_unset_dtypes_are_resolved_once(ppo: PPOMathExperiment, paths: RunDir) -
 def test_router_replay_needs_routed_experts(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.ppo.router_replay = True
     assert "ppo.router_replay=True needs a model with routed experts" in one(ppo, paths)
+    ppo.actor_gen.backend = Backend.vllm
+    assert any("ppo.router_replay needs actor_gen.backend=native" in problem for problem in problems(ppo, paths))
     ppo.env.cls = "nowhere.py:Class"
     assert any("ppo.router_replay is for single responses" in problem for problem in problems(ppo, paths))
