@@ -47,7 +47,7 @@ def route(
 
 def expert_dtype(n_experts: int) -> torch.dtype:
     """Return a small integer type for the numbers of experts, and for ``n_experts``: not known."""
-    return torch.uint8 if n_experts < 256 else torch.int16
+    return torch.uint8 if n_experts < 256 else torch.int32  # NCCL has no 16-bit integers
 
 
 def has_grouped_kernel(*weights: Tensor) -> bool:

@@ -148,6 +148,8 @@ class Console:
         if is_scalar and role != "model":
             return ""
         if spec.lora.rank and not spec.lora.merge_on_save:
+            if spec.init_from_scratch:
+                return f"none: the random base of these adapters is not saved; set {role}.lora.merge_on_save=True"
             if is_scalar:
                 options = f"rew.lora.rank={spec.lora.rank} rew.lora.alpha={spec.lora.alpha:g}"
                 return f"realhf quickstart ppo rew.path={spec.path} rew.lora.init_from={path} {options} ..."

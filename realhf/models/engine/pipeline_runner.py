@@ -121,7 +121,7 @@ class Pipeline:
         return self.context.group("pp").broadcast(tensor, self.n_stages - 1)
 
     def from_stages(self, own: Tensor, widths: Sequence[int]) -> Tensor:
-        """Concatenate the stages' tensors ``[n, width]``, of bytes, to ``[n, sum of widths]`` on every stage."""
+        """Concatenate the stages' tensors ``[n, width]`` to ``[n, sum of widths]`` on every stage."""
         group, parts = self.context.group("pp"), list[Tensor]()
         for stage, width in enumerate(widths):
             part = own if stage == self.stage else own.new_empty(len(own), width)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realhf.api.config import ExperimentConfig, ModelSpec
+from realhf.api.config import ExperimentConfig, LoraOptions, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
@@ -133,3 +133,13 @@ def test_the_summary_ends_with_the_report_and_the_use_of_the_model(
     assert use.startswith(f"use     vllm serve '{root}/actor'") and "critic" not in use
     Console(replace(run, roles={"model": roles["critic"]})).summary({"model": root}, best=root / "best")
     assert capsys.readouterr().out.splitlines()[-1] == f"use     realhf quickstart ppo rew.path='{root}/best/model' ..."
+
+
+def test_adapters_of_a_random_base_have_no_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uses = []
+    for options in ({"init_from_scratch": True}, {"path": "/base"}):
+        roles = {"actor": RoleSpec(ModelSpec(lora=LoraOptions(rank=4), **options))}
+        Console(replace(run_of(tmp_path), roles=roles)).summary({"actor": tmp_path / "actor"})
+        uses.append(capsys.readouterr().out.splitlines()[-1])
+    assert "is not saved; set actor.lora.merge_on_save=True" in uses[0]
+    assert f"vllm serve /base --enable-lora --lora-modules actor={tmp_path / 'actor'}" in uses[1]

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from realhf.api.batch_meta import SCALAR_BYTES
 from realhf.api.config import GenerationConfig
 from realhf.api.execution_plan import MicroBatching
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.decode import cuda_graphs
 from realhf.models.engine.native import NativeEngine
 from realhf.models.engine.packing import pack
+from realhf.ops.moe import expert_dtype
 from tests.models.engine.tiny_engine import by_row, counted, engine_on, nll, prompts_of, rows_of
 from tests.models.tiny_models import hf_model
 
@@ -197,3 +199,9 @@ def test_shared_prefixes_are_packed_with_their_experts(models: HfModels) -> None
     same = packing.experts[packing.gather_index] == own
     # a row ends with unknown experts, where a longer row of the prompt has some
     assert same.all(1).sum() >= len(own) - len(made) and by_row(made, "tokens")
+
+
+@pytest.mark.parametrize("n_experts", [2, 255, 256, 4096])
+def test_numbers_of_experts_can_be_sent_and_represent_an_unknown_one(n_experts: int) -> None:
+    dtype = expert_dtype(n_experts)
+    assert str(dtype).removeprefix("torch.") in SCALAR_BYTES and torch.tensor(n_experts, dtype=dtype) == n_experts

@@ -76,9 +76,8 @@ def with_experts(result: SequenceBatch, pipeline: Pipeline, groups: Sequence[Dec
     own = computed.new_full((sum(lengths), computed.shape[1]), config.n_experts)
     own[on_device(torch.from_numpy(index), own.device)] = computed
     stages, k = stage_layers(config, pipeline.n_stages), config.experts_per_token
-    # layer 0 is the embedding; messages of bytes, since NCCL has no 16-bit integers
-    widths = [k * own.itemsize * len({*config.routed_layers} & {i - 1 for i in stage}) for stage in stages]
-    data = pipeline.from_stages(own.view(torch.uint8), widths).view(own.dtype)
+    # layer 0 is the embedding
+    data = pipeline.from_stages(own, [k * len({*config.routed_layers} & {i - 1 for i in stage}) for stage in stages])
     width = data.shape[1]
     return result.with_columns(routed_experts=Column(data.flatten(), tuple(width * n for n in lengths)))
 
