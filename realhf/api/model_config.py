@@ -12,12 +12,15 @@ class Lora:
     """Adapters of a frozen model: its weights W act as W + alpha / rank * B @ A (LoRA, arXiv 2106.09685, section 4.1).
 
     ``targets`` are names of modules of the Hugging Face model (``q_proj``); empty: all products of the blocks, but
-    not the router. Rank 0 stands for the frozen model alone.
+    not the router. Rank 0 stands for the frozen model alone. ``bits`` is the size of the frozen model's integer
+    weights, 0 for weights that are not quantized; ``group_size`` adjacent ones of a row share a scale.
     """
 
     rank: int
     alpha: float = 1.0
     targets: tuple[str, ...] = ()
+    bits: int = 0
+    group_size: int = 0
 
     @property
     def scaling(self) -> float:

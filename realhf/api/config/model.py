@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.choices import Backend, LRSchedule, OptimizerType, Recompute
+from realhf.api.config.choices import Backend, LRSchedule, OptimizerType, Quantization, Recompute
 from realhf.api.config.option import (
     COUNT,
     DECAY,
@@ -42,6 +42,12 @@ class LoraOptions:
     targets: list[str] = opt(list, "modules with adapters, such as q_proj (default: all but router and head)")
     init_from: str | None = opt(None, "PEFT folder with the first adapters (default: new ones, without effect)", MODEL)
     merge_on_save: bool = opt(False, "save whole models, with merged adapters, instead of PEFT folders")
+    quantization: Quantization = opt(
+        Quantization.none, "type of the base's attention and MLP matrices: int8 or int4 (extra quantization), or none"
+    )
+    quantization_group_size: int = opt(
+        32, "adjacent weights of a row that share a scale; an even divisor of all rows, in every shard", COUNT
+    )
 
 
 @dataclass
