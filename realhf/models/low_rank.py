@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.models.quantized_matrix import Matrix, product
 from realhf.ops.moe import ExpertOrder, grouped_linear
 
 
@@ -58,8 +59,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank | None) -> Tensor:
-    y = F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None, adapter: LowRank | None) -> Tensor:
+    y = product(x, weight, bias)
     return y if adapter is None else adapter.add_to(y, x)
 
 
