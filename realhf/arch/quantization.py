@@ -45,6 +45,8 @@ def check_quantization(config: ModelConfig) -> None:
     bits, group = config.lora.bits, config.lora.group_size
     if config.n_experts:
         raise ValueError(f"lora.quantization=int{bits} does not support the routed experts of {config.family} models")
+    if group < 2:
+        raise ValueError(f"lora.quantization_group_size={group}: a scale for every weight saves no memory")
     if bits < INTEGER_BITS and group % 2:
         raise ValueError(f"lora.quantization_group_size={group} is odd: int{bits} weights are stored in pairs")
     names = quantized_names(config)

@@ -56,6 +56,7 @@ def test_the_largest_product_is_that_of_gate_and_up() -> None:
     [
         (quantized(8, 48), "group_size=48 does not divide the 64 columns of .*; 32 does"),
         (quantized(4, 5), "group_size=5 is odd: int4 weights are stored in pairs"),
+        (quantized(8, 1), "group_size=1: a scale for every weight saves no memory"),
         (quantized(8, 10_000), "group_size=10000 does not divide"),
         (quantized(8, 2, replace(LLAMA, hidden=33)), "group_size=2 does not divide the 33 columns of [a-z]+$"),
         (quantized(model=replace(LLAMA, n_experts=4, experts_per_token=2, expert_intermediate=64)),
