@@ -13,12 +13,15 @@ class Lora:
 
     ``targets`` are names of modules of the Hugging Face model (``q_proj``); empty: all products of the blocks, but
     not the router. Rank 0 stands for the frozen model alone. ``dropout`` is the share of the adapters' inputs that are
-    zero in training.
+    zero in training. ``bits`` is the size of the frozen model's integer weights, 0 for weights that are not quantized;
+    ``group_size`` adjacent ones of a row share a scale.
     """
 
     rank: int
     alpha: float = 1.0
     targets: tuple[str, ...] = ()
+    bits: int = 0
+    group_size: int = 0
     dropout: float = 0.0
 
     @property

@@ -18,6 +18,8 @@ def merge_reason(config: ModelConfig, merge_lora: bool) -> str | None:
         return "there are no adapters"
     if merge_lora:
         return "vllm.merge_lora=True"
+    if config.lora.bits:
+        return "the base is quantized"
     if config.n_experts:
         return "the model has routed experts"
     if config.family not in FAMILIES_WITH_ADAPTERS:

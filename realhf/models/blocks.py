@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.low_rank import Dropout, LowRank, linear
+from realhf.models.quantized_matrix import Matrix, product
 from realhf.ops.activations import activate
 from realhf.ops.moe import (
     add_loss,
@@ -51,11 +52,11 @@ class Attention:
     """Weights of attention; query, key and value are one matrix. ``qkv_adapter`` and ``o_adapter`` are LoRA's."""
 
     norm: Norm | None
-    wqkv: Tensor
+    wqkv: Matrix
     bqkv: Tensor | None
     q_norm: Norm | None
     k_norm: Norm | None
-    wo: Tensor
+    wo: Matrix
     bo: Tensor | None
     post_norm: Norm | None
     qkv_adapter: LowRank | None = None
@@ -67,9 +68,9 @@ class Mlp:
     """Weights of a dense MLP; gate and up are one matrix."""
 
     norm: Norm | None
-    up: Tensor
+    up: Matrix
     b_up: Tensor | None
-    down: Tensor
+    down: Matrix
     b_down: Tensor | None
     post_norm: Norm | None
     up_adapter: LowRank | None = None
@@ -282,7 +283,7 @@ def _experts(
 def _add_product(
     x: Tensor,
     inner: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     post_norm: Norm | None,
     context: ForwardContext,
@@ -291,8 +292,10 @@ def _add_product(
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
     if context.tp_region.group.size > 1 or post_norm is not None:
         return _add(x, linear(inner, weight, None, adapter, context.dropout), bias, post_norm, context)
-    fused = bias is None  # with the residual addition
-    x = torch.addmm(x, inner, weight.t()) if fused else x + F.linear(inner, weight, bias)
+    if bias is None and isinstance(weight, Tensor):
+        x = torch.addmm(x, inner, weight.t())  # with the residual addition
+    else:
+        x = x + product(inner, weight, bias)
     return x if adapter is None else adapter.add_to(x, inner, context.dropout)
 
 

@@ -10,6 +10,8 @@ from realhf.arch.lora import adapter_of, b_name
 from realhf.models.blocks import Attention, Block, Experts, Mlp, Norm
 from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank, column_keys, stacked
+from realhf.models.quantized_matrix import Matrix
+from realhf.models.quantized_params import QuantizedParams
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class BoundWeights:
 
     def leaf(self, *names: str) -> Tensor:
         return (self.params if names[0] in self.params.names else self.base).leaf(*names)
+
+    def matrix(self, *names: str) -> Matrix:
+        """Return the weights of one product, which may be quantized."""
+        if isinstance(self.base, QuantizedParams) and self.base.is_quantized(names[0]):
+            return self.base.matrix(*names)
+        return self.leaf(*names)
 
     def optional(self, *names: str) -> Tensor | None:
         return self.leaf(*names) if names[0] in self.params.names or names[0] in self.base.names else None
@@ -47,17 +55,17 @@ class BoundWeights:
         return stacked(self.params.leaf(*firsts), bs, len(firsts) < len(modules), self.config.lora.scaling, columns)
 
     def block(self, prefix: str) -> Block:
-        leaf = lambda *names: self.leaf(*(prefix + name for name in names))
+        matrix = lambda *names: self.matrix(*(prefix + name for name in names))
         optional = lambda *names: self.optional(*(prefix + name for name in names))
         adapter = lambda *names: self.adapter(*(prefix + name for name in names))
         norm = lambda name: self.norm(prefix + name)
         attention = Attention(
             norm=norm("attn_norm"),
-            wqkv=leaf("wq", "wk", "wv"),
+            wqkv=matrix("wq", "wk", "wv"),
             bqkv=optional("bq", "bk", "bv"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
-            wo=leaf("wo"),
+            wo=matrix("wo"),
             bo=optional("bo"),
             post_norm=norm("attn_post_norm"),
             qkv_adapter=adapter("wq", "wk", "wv"),
@@ -66,11 +74,10 @@ class BoundWeights:
         pre_norm, post_norm = norm("mlp_norm"), norm("mlp_post_norm")
         router = optional("router")
         if router is not None:
-            up, down = "experts.up", "experts.down"
-            return Block(
-                attention, Experts(pre_norm, router, leaf(up), leaf(down), post_norm, adapter(up), adapter(down))
-            )
+            up, down = (self.leaf(f"{prefix}experts.{name}") for name in ("up", "down"))
+            adapters = adapter("experts.up"), adapter("experts.down")
+            return Block(attention, Experts(pre_norm, router, up, down, post_norm, *adapters))
         parts = ("gate", "up") if self.config.mlp == "gated" else ("up",)
         bias, b_down = optional(*(f"b_{part}" for part in parts)), optional("b_down")
         adapters = adapter(*parts), adapter("down")
-        return Block(attention, Mlp(pre_norm, leaf(*parts), bias, leaf("down"), b_down, post_norm, *adapters))
+        return Block(attention, Mlp(pre_norm, matrix(*parts), bias, matrix("down"), b_down, post_norm, *adapters))

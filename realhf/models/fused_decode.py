@@ -16,6 +16,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import LowRank
+from realhf.models.quantized_matrix import Matrix, QuantizedMatrix
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams
@@ -69,9 +70,12 @@ def fuse_blocks(
     """Return the blocks for the fused kernel; None without a kernel for this model and device.
 
     The kernel runs on CPU. In bfloat16, torch's products are faster on CPUs with bfloat16 instructions, and adapters
-    are not merged, since small ones would be rounded away.
+    are not merged, since small ones would be rounded away. Tiles of quantized weights would need the memory that
+    quantization saves.
     """
     first = blocks[0].attention.wqkv
+    if isinstance(first, QuantizedMatrix):
+        return None
     adapters = dict(_adapters(blocks))
     fits_bf16 = first.dtype == torch.bfloat16 and not _has_bf16_instructions() and not adapters
     fits = first.dtype == torch.float32 or fits_bf16
@@ -80,7 +84,8 @@ def fuse_blocks(
     weights = [weight for block in blocks for weight in _weights(block)]
     weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]
     none = first.new_empty(0)
-    return FusedBlocks(config, n_heads, tuple(none if w is None else w.detach() for w in weights), rules, adapters)
+    tensors = tuple(none if w is None else w.detach() for w in weights if not isinstance(w, QuantizedMatrix))
+    return FusedBlocks(config, n_heads, tensors, rules, adapters)
 
 
 def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
@@ -93,7 +98,7 @@ def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
                 yield start + index, adapter
 
 
-def _weights(block: Block) -> list[Tensor | None]:
+def _weights(block: Block) -> list[Matrix | None]:
     attention, mlp = block.attention, block.mlp
     assert isinstance(mlp, Mlp) and attention.norm is not None and mlp.norm is not None, "``is_fusable`` checks this"
     q_norm, k_norm, attention_post_norm, mlp_post_norm = (

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.base.seeds import stable_seed
+from realhf.models.quantized_matrix import Matrix, product
 from realhf.ops.moe import ExpertOrder, grouped_linear
 
 
@@ -128,9 +129,9 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: LowRank | None, dropout: Dropout | None = None
+    x: Tensor, weight: Matrix, bias: Tensor | None, adapter: LowRank | None, dropout: Dropout | None = None
 ) -> Tensor:
-    y = F.linear(x, weight, bias)
+    y = product(x, weight, bias)
     return y if adapter is None else adapter.add_to(y, x, dropout)
 
 

@@ -12,6 +12,7 @@ from realhf.api.model_config import Lora, ModelConfig
 from realhf.api.program import Program
 from realhf.arch.hf_config import read_hf_config
 from realhf.arch.lora import lora_modules
+from realhf.arch.quantization import check_quantization
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
@@ -132,12 +133,17 @@ def model_config(role: RoleSpec) -> ModelConfig:
     """Read a role's architecture from its model directory or config file; ValueError if it is invalid."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
     config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
-    options = role.spec.lora
+    options, quantization = role.spec.lora, role.spec.lora.quantization
     if not options.rank:
+        if quantization.bits:
+            raise ValueError(f"lora.quantization={quantization.value} needs lora.rank: frozen weights are quantized")
         return config
-    lora = Lora(options.rank, options.alpha, tuple(options.targets), options.dropout)
+    lora = Lora(options.rank, options.alpha, tuple(options.targets), dropout=options.dropout)
+    if quantization.bits:
+        lora = replace(lora, bits=quantization.bits, group_size=options.quantization_group_size)
     config = replace(config, lora=replace(lora, rank=0, targets=(), dropout=0.0) if role.is_base else lora)
     lora_modules(config)  # all targets are modules of the model
+    check_quantization(config)
     return config
 
 

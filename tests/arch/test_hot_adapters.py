@@ -22,6 +22,7 @@ def test_adapters_are_served_beside_the_base() -> None:
     [
         ({}, True, "vllm.merge_lora=True"),
         ({"n_experts": 4}, False, "the model has routed experts"),
+        ({"lora": Lora(16, bits=8, group_size=32)}, False, "the base is quantized"),
         ({"family": "gpt2"}, False, "vLLM has no adapters for gpt2 models"),
         ({"lora": Lora(513)}, False, "lora.rank=513 exceeds vLLM's maximum of 512"),
         ({"lora": Lora(0)}, False, "there are no adapters"),

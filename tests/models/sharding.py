@@ -25,6 +25,7 @@ from realhf.models.engine.packing import ForwardOutputs
 LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; a row of one token leaves ranks without tokens under sequence parallelism
 TEMPERATURE = 0.7
 RANK, ALPHA = 4, 6.0  # of LoRA adapters
+GROUP_SIZE = 4  # of weights below them with a scale
 # a large epsilon makes the step smooth in the gradient
 STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LRSchedule.constant}
 
@@ -60,11 +61,15 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The initial weights of a model, and its LoRA adapters; a missing scalar head of a critic is initialised."""
+    """The initial weights of a model, and its LoRA adapters; a missing scalar head of a critic is initialised.
+
+    ``bits`` are those of the weights below the adapters, 0 for float32.
+    """
 
     folder: Path
     is_critic: bool = False
     adapter: Path | None = None
+    bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ def engine_on(
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:
         spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))
-        config = replace(config, lora=Lora(RANK, ALPHA, dropout=0.0 if config.n_experts else 0.2))
+        dropout = 0.0 if config.n_experts else 0.2
+        config = replace(config, lora=Lora(RANK, ALPHA, (), initial.bits, GROUP_SIZE, dropout))
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
         RoleSpec(spec, scalar_head=initial.is_critic),

@@ -87,6 +87,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, norm_topk_prob=True)),
     "qwen3_moe_some": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, mlp_only_layers=[0])),
 }
+WIDE = {**SIZES, "intermediate_size": 48}
+GROUPED: dict[str, Callable[[], PreTrainedModel]] = {
+    "grouped llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE)),
+    "grouped qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE, head_dim=12, attention_bias=True)),
+    "grouped gpt2": MODELS["gpt2"],
+    "grouped gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**WIDE, head_dim=12, sliding_window=WINDOW, **CAPS)),
+    "grouped gpt_neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**{**COMMON, "intermediate_size": 48}, rope_parameters=PARTIAL)
+    ),
+}
+"""Models whose rows, also those of two shards, are whole groups of 4 weights, for quantization."""
 ONE_OF_EACH = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "olmo2"
 )  # fmt: skip
@@ -95,7 +106,7 @@ ONE_OF_EACH = (
 def hf_model(name: str) -> PreTrainedModel:
     """Return a random Hugging Face model, with random biases and norms."""
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = {**MODELS, **GROUPED}[name]().eval()
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim == 1:

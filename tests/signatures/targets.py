@@ -13,6 +13,7 @@ RELEASES = {
     "megatron-core": ("0.16.0", "0.16.1", "0.19.2"),
     "flash-attn": ("2.6.0.post1", "2.8.3.post2"),
     "flash-attn-4": ("4.0.0b36",),
+    "torchao": ("0.13.0", "0.18.0"),
 }
 """The oldest supported and the newest version of each package, and versions between them that differ."""
 
@@ -23,6 +24,7 @@ DISTRIBUTIONS = {
     "flash_attn.cute": "flash-attn-4",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn",
+    "torchao": "torchao",
 }
 """Distributions by the start of a dotted name. The first match counts."""
 

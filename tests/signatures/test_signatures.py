@@ -113,7 +113,7 @@ def test_workers_of_vllm_have_no_attribute_of_our_extension(version: str) -> Non
 
 def test_the_oldest_releases_are_the_lower_bounds() -> None:
     metadata = (ROOT / "pyproject.toml").read_text()
-    for package in ("torch", "megatron-core", "flash-attn"):
+    for package in ("torch", "megatron-core", "flash-attn", "torchao"):
         major, minor, *_ = Version(RELEASES[package][0]).release
         assert f'"{package}>={major}.{minor}"' in metadata, package
 

@@ -19,6 +19,19 @@ class Recompute(Enum):
     selective = "selective"
 
 
+class Quantization(Enum):
+    """The type of a frozen base's matrices."""
+
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        """Bits per weight, 0 without quantization."""
+        return 0 if self is Quantization.none else int(self.value.removeprefix("int"))
+
+
 class Mode(Enum):
     local = "local"
     inline = "inline"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.choices import Backend, LRSchedule, OptimizerType, Recompute
+from realhf.api.config.choices import Backend, LRSchedule, OptimizerType, Quantization, Recompute
 from realhf.api.config.option import (
     COUNT,
     DECAY,
@@ -43,6 +43,12 @@ class LoraOptions:
     dropout: float = opt(0.0, "share of the inputs of adapters that are dropped in training", DECAY)
     init_from: str | None = opt(None, "PEFT folder with the first adapters (default: new ones, without effect)", MODEL)
     merge_on_save: bool = opt(False, "save whole models, with merged adapters, instead of PEFT folders")
+    quantization: Quantization = opt(
+        Quantization.none, "type of the base's attention and MLP matrices: int8 or int4 (extra quantization), or none"
+    )
+    quantization_group_size: int = opt(
+        32, "adjacent weights of a row that share a scale; an even divisor of all rows, in every shard", COUNT
+    )
 
 
 @dataclass
@@ -96,7 +102,8 @@ class VllmConfig:
     )
     enable_sleep_mode: bool = opt(True, "on GPUs, free vLLM's weights and cache between calls")
     merge_lora: bool = opt(
-        False, "send merged weights instead of LoRA adapters (always for routed experts, gpt2, gpt_neox and olmo2)"
+        False,
+        "send merged weights instead of LoRA adapters (always for routed experts, quantized bases and some families)",
     )
     timeout: float = opt(600.0, "timeout of startup, weight updates and generation calls in seconds", SECONDS)
 

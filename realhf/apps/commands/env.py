@@ -11,7 +11,7 @@ from realhf.base.version import __version__
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich",
              "pyzmq", "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
 EXTRAS = {"serve": "fastapi", "ray": "ray", "megatron": "megatron-core", "flash": "flash-attn", "parquet": "pyarrow",
-          "wandb": "wandb"}  # fmt: skip
+          "quantization": "torchao", "wandb": "wandb"}  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     for name in LIBRARIES:
         print(f"{name:<13} {_version(name)}")
     for extra, name in EXTRAS.items():
-        print(f"extra {extra:<8} {_version(name)}")
+        print(f"extra {extra:<12} {_version(name)}")
     import torch
 
     from realhf.ops import extension, varlen

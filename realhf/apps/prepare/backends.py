@@ -1,9 +1,11 @@
 """Pre-launch checks of the vLLM and Megatron backends."""
 
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph
 
 IMPORT_TIMEOUT_S = 60.0
+MIN_TORCHAO = 0, 13
 
 
 def vllm_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: GenerationConfig | None) -> list[str]:
@@ -70,6 +73,23 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
         if spec.spec.optimizer.offload:
             problems.append(f"{role}.optimizer.offload=True requires {role}.backend=native")
     return problems
+
+
+def quantization_problems(
+    roles: Mapping[str, RoleSpec], version_of: Callable[[str], str] = importlib.metadata.version
+) -> list[str]:
+    """Return an error for a role with a quantized base if torchao is missing or too old."""
+    quantized = [name for name, role in roles.items() if role.spec.lora.rank and role.spec.lora.quantization.bits]
+    if not quantized:
+        return []
+    option = f"{quantized[0]}.lora.quantization={roles[quantized[0]].spec.lora.quantization.value}"
+    try:
+        version = version_of("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        return [f"{option}: torchao is not installed; pip install 'realhf[quantization]'"]
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_TORCHAO:
+        return [f"{option}: torchao {version} is too old; pip install --upgrade 'realhf[quantization]'"]
+    return []
 
 
 def _import_error(python: str) -> str:

@@ -18,7 +18,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
+from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, trainer_problems, vllm_problems
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.option_help import options_of
@@ -171,7 +171,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         findings.invalid += role_problems(graph, experiment) + curriculum_problems(experiment, graph)
         findings.invalid += trainer_problems(graph, roles, device, launching)
         findings.invalid += evaluation_problems(graph, experiment)
-        findings.invalid += push_problems(experiment, graph) if launching else []
+        findings.invalid += push_problems(experiment, graph) + quantization_problems(roles) if launching else []
     if plan and launching:
         findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:

@@ -13,9 +13,10 @@ from realhf.arch.lora import base_specs
 from realhf.arch.param_specs import stage_layers
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf
+from realhf.models.quantized_params import QuantizedParams
 from realhf.plan.compile.realloc import shard_boxes
 
-Source = tuple[str | None, str | None, int | None, torch.dtype]
+Source = tuple[str | None, str | None, int | None, torch.dtype, int, int]
 
 
 class FrozenBases:
@@ -30,12 +31,16 @@ class FrozenBases:
     ) -> FlatParams:  # fmt: skip
         """Return the frozen weights of a role's shard in ``layout``, for reading."""
         spec = role.spec
-        source = spec.path, spec.config, seed if spec.init_from_scratch else None, dtype
+        assert config.lora is not None
+        quantization = config.lora.bits, config.lora.group_size
+        source = spec.path, spec.config, seed if spec.init_from_scratch else None, dtype, *quantization
         boxes = shard_boxes(base_specs(config), lambda pp: stage_layers(config, pp), layout, rank)
         for other, params in self._loaded:
             if other == source and _covers(params, boxes):
                 return params
-        params = FlatParams(base_specs(config), boxes, dtype, device)
+        quantized = config.lora.bits > 0
+        params = (QuantizedParams(config, boxes, dtype, device) if quantized
+                  else FlatParams(base_specs(config), boxes, dtype, device))  # fmt: skip
         if spec.init_from_scratch:
             init_random(config, params, seed)
         else:

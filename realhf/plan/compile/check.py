@@ -7,6 +7,7 @@ from fractions import Fraction
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
+from realhf.arch.quantization import shard_problems
 from realhf.base.errors import did_you_mean
 
 MAX_STAGES = 16  # deeper pipelines are dominated by bubbles at the batch sizes of reinforcement learning
@@ -69,7 +70,7 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
         problems.append(f"a dimension of {smallest_dim} is smaller than tensor-parallel size {tp}")
     if strategy.pp > config.n_layers:
         problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages")
-    return problems
+    return problems or [*shard_problems(config, tp)]
 
 
 def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection[ModelConfig]) -> ParallelStrategy:

@@ -15,13 +15,14 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.arch.hot_adapters import merge_reason, padded_rank
+from realhf.arch.quantization import largest_product_nbytes
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
 from realhf.plan.cost.speed import (
     Footprint,
     StageShard,
     Work,
-    base_numels,
+    base_bytes,
     itemsize,
     model_itemsize,
     optimizer_bytes,
@@ -87,8 +88,7 @@ class MemoryModel:
 
     def base(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
-        numel = max(base_numels(self.models[role], strategy.tp, strategy.pp))
-        return float(numel * model_itemsize(self.roles[role]))
+        return float(max(base_bytes(self.models[role], strategy.tp, strategy.pp, model_itemsize(self.roles[role]))))
 
     def model(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's whole model per device at the largest stage."""
@@ -133,6 +133,7 @@ class MemoryModel:
                 borrowed = self.model(mfc.role, strategy)
             return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
+        common = Bytes(borrowed=borrowed, buffers=largest_product_nbytes(config, strategy.tp, shards[0].itemsize))
         match mfc.kind:
             case Kind.TRAIN:
                 rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
@@ -140,16 +141,16 @@ class MemoryModel:
                 stages = enumerate(self.footprint.train_bytes(shard, work) for shard in shards)
                 # 1F1B: stage s has pp - s micro-batches in flight
                 peaks = [(strategy.pp - stage - 1) * kept + peak for stage, (kept, peak) in stages]
-                return Bytes(borrowed=borrowed, activations=max(peaks), optimizer=self._chunks(mfc.role, strategy))
+                return common + Bytes(activations=max(peaks), optimizer=self._chunks(mfc.role, strategy))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
-                return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in shards))
+                return common + Bytes(activations=max(self.footprint.forward_bytes(p, work) for p in shards))
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 needed = self._generation(placement, ranks, shards, n)
                 if self.share_prompts and shards[0].is_fused:  # it keeps packed copies of the weights
                     needed += Bytes(buffers=self.model(mfc.role, strategy))
-                return replace(needed, borrowed=borrowed)
+                return common + needed
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""
@@ -173,12 +174,12 @@ class MemoryModel:
 
     def _bases(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         """Return the bytes of frozen weights per worker: one copy for all roles that read the same shard."""
-        found: dict[int, dict[tuple[str | None, str | None, int, int], float]] = {r: {} for r in range(plan.n_workers)}
+        found: dict[int, dict[tuple, float]] = {rank: {} for rank in range(plan.n_workers)}
         for mfc in self.graph.mfcs:
-            if mfc.role is None or self.models[mfc.role].lora is None:
+            if mfc.role is None or (lora := self.models[mfc.role].lora) is None:
                 continue
             spec, layout = self.roles[mfc.role].spec, plan[mfc.name].layout
-            key = spec.path, spec.config, layout.strategy.tp, layout.strategy.pp
+            key = spec.path, spec.config, lora.bits, lora.group_size, layout.strategy.tp, layout.strategy.pp
             for rank in layout.mesh.ranks:
                 found[rank][key] = max(found[rank].get(key, 0.0), self.base(mfc.role, layout.strategy))
         return {rank: Bytes(weights=sum(bases.values())) for rank, bases in found.items()}

@@ -47,8 +47,8 @@ class Roofline:
         config, size = shard.model, shard.itemsize
         flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / shard.tp
         kv = 2 * rows * context * max(1.0, config.n_kv_heads / shard.tp) * config.head_dim
-        touched = _touched_numel(config, rows) / shard.tp + kv
-        block = self._time(flops, touched * size, KERNELS_PER_BLOCK)
+        touched = (_touched_numel(config, rows) / shard.tp + kv) * size + _dequantization_bytes(shard)
+        block = self._time(flops, touched, KERNELS_PER_BLOCK)
         blocks = shard.n_blocks * (block + self._all_reduces(shard, rows, ranks))
         return blocks + self._ends(shard, rows)
 
@@ -92,7 +92,7 @@ class Roofline:
         attention = 4 * config.n_heads * config.head_dim / shard.tp * work.pairs
         wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / shard.tp
         heads = config.head_dim * (4 * config.n_heads + 4 * config.n_kv_heads) / shard.tp
-        streamed = work.tokens * (6 * config.hidden + heads + wide) * size
+        streamed = work.tokens * (6 * config.hidden + heads + wide) * size + _dequantization_bytes(shard)
         products_s = self._time(products + attention, _touched_numel(config, work.tokens) / shard.tp * size, 0)
         return products_s + streamed / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
 
@@ -210,6 +210,14 @@ def _touched_numel(config: ModelConfig, tokens: int) -> float:
     share = 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
     experts = share * config.n_experts * config.expert_intermediate
     return _block_numel(config, (1 - _routed(config)) * config.intermediate + _routed(config) * experts)
+
+
+def _dequantization_bytes(shard: StageShard) -> float:
+    """Bytes per block and pass of dequantizing all weights: integers are read, weights are written."""
+    lora = shard.model.lora
+    if lora is None or not lora.bits:
+        return 0.0
+    return _active_numel(shard.model) / shard.tp * (lora.bits / 8 + shard.itemsize)
 
 
 def _block_numel(config: ModelConfig, width: float) -> float:

@@ -11,8 +11,9 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_numel, shard_box
-from realhf.arch.lora import base_specs, own_specs
+from realhf.arch.lora import own_specs
 from realhf.arch.param_specs import stage_layers
+from realhf.arch.quantization import base_nbytes
 
 
 class CollectiveKind(Enum):
@@ -86,7 +87,8 @@ class StageShard:
     @property
     def is_fused(self) -> bool:
         """True if the kernels can run a decoding step as one call: the condition of models/fused_decode.py on CPU."""
-        return self.model.is_fusable and self.tp == 1
+        is_quantized = self.model.lora is not None and self.model.lora.bits > 0
+        return self.model.is_fusable and self.tp == 1 and not is_quantized
 
 
 Stages = Sequence[tuple[StageShard, tuple[int, ...]]]  # shard and tensor-parallel group of each stage
@@ -126,9 +128,10 @@ def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
     return _numels(config, own_specs(config), tp, pp)
 
 
-def base_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
-    """Return the frozen weights per stage below LoRA adapters; zeros without adapters."""
-    return _numels(config, base_specs(config), tp, pp)
+@lru_cache(maxsize=4096)
+def base_bytes(config: ModelConfig, tp: int, pp: int, itemsize: int) -> tuple[int, ...]:
+    """Return the bytes of the frozen weights per stage below LoRA adapters; zeros without adapters."""
+    return tuple(base_nbytes(config, tp, layers, itemsize) for layers in stage_layers(config, pp))
 
 
 @lru_cache(maxsize=4096)

@@ -1,10 +1,14 @@
-"""Default types of models."""
+"""Default types of models, and the library for quantized bases."""
+
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from realhf.api.config import ModelSpec
+from realhf.api.config import LoraOptions, ModelSpec
+from realhf.api.config.choices import Quantization
 from realhf.api.config.preference import EnsembleConfig
-from realhf.apps.prepare.backends import resolve_dtypes
+from realhf.api.experiment import RoleSpec
+from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 
@@ -19,3 +23,29 @@ def test_every_role_has_a_dtype(bf16: bool) -> None:
     ):
         resolve_dtypes(experiment, bf16)
         assert {spec.spec.bf16 for spec in experiment.roles().values()} == {bf16}
+
+
+@pytest.mark.parametrize(
+    "version, problem",
+    [
+        (None, "actor.lora.quantization=int4: torchao is not installed; pip install 'realhf[quantization]'"),
+        (
+            "0.9.0",
+            "actor.lora.quantization=int4: torchao 0.9.0 is too old; pip install --upgrade 'realhf[quantization]'",
+        ),
+        ("0.12.1+cpu", "torchao 0.12.1+cpu is too old"),
+        ("0.13.0", ""),
+        ("0.18.0+git1234", ""),
+        ("1.0.dev20270101", ""),
+    ],
+)
+def test_a_quantized_base_needs_torchao(version: str | None, problem: str) -> None:
+    def version_of(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    lora = LoraOptions(rank=4, quantization=Quantization.int4)
+    roles = {"actor": RoleSpec(ModelSpec(lora=lora)), "critic": RoleSpec(ModelSpec(lora=LoraOptions(rank=4)))}
+    assert problem in "".join(found := quantization_problems(roles, version_of)) and len(found) == bool(problem)
+    assert quantization_problems({"critic": roles["critic"]}, version_of) == []

@@ -1,5 +1,6 @@
 """The frozen weights below adapters are loaded once for all roles that read the same shard."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def get(
     bases: FrozenBases, folder: Path, scalar: bool = False, rank: int = 4, where: str = "d1", worker: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, lora: Lora | None = None,
 ) -> FlatParams:  # fmt: skip
     role = RoleSpec(ModelSpec(str(folder), lora=LoraOptions(rank=max(rank, 1))), scalar_head=scalar, is_base=not rank)
-    config: ModelConfig = replace(read_hf_config(folder, scalar), lora=Lora(rank))
+    config: ModelConfig = replace(read_hf_config(folder, scalar), lora=lora or Lora(rank))
     strategy = ParallelStrategy.parse(where)
     layout = Layout(DeviceMesh(tuple(range(strategy.world))), strategy)
     return bases.get(config, role, layout, worker, dtype, CPU, seed=1)
@@ -62,3 +63,38 @@ def test_a_base_with_a_head_of_its_own_is_not_that_of_a_reward_model(folder: Pat
     critic = get(bases, folder / "untied", scalar=True)
     actor = get(bases, folder / "untied")
     assert "head.weight" not in critic.names and "head.weight" in actor.names
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grouped")
+    hf_model("grouped llama").save_pretrained(folder)
+    return folder
+
+
+def test_roles_share_a_quantized_base_of_the_same_kind(grouped: Path) -> None:
+    bases = FrozenBases()
+    actor = get(bases, grouped, lora=Lora(4, 1.0, (), 8, 4))
+    assert get(bases, grouped, rank=0, lora=Lora(0, 1.0, (), 8, 4)) is actor
+    others = [get(bases, grouped, lora=lora) for lora in (Lora(4), Lora(4, 1.0, (), 4, 4), Lora(4, 1.0, (), 8, 8))]
+    assert len({id(params) for params in (actor, *others)}) == 4
+
+
+def test_a_quantized_base_holds_less_memory(grouped: Path) -> None:
+    """Of all tensors that are alive, before and after the base is built."""
+    held: dict[int, int] = {}
+    for bits in (0, 8, 4):
+        before = live_bytes()
+        base = get(FrozenBases(), grouped, lora=Lora(4, 1.0, (), bits, 16 if bits else 0))
+        held[bits] = live_bytes() - before
+        del base
+    matrices, rest = 2 * 4 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48), held[0]
+    rest -= matrices
+    assert held[8] == rest + matrices // 4 + matrices // 16
+    assert held[4] == rest + matrices // 8 + matrices // 16
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = (thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

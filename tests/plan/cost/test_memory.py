@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import GenerationConfig, OptimizerConfig, OptimizerType
-from realhf.api.config.choices import Backend, Recompute
+from realhf.api.config import GenerationConfig, LoraOptions, OptimizerConfig, OptimizerType
+from realhf.api.config.choices import Backend, Quantization, Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
@@ -221,6 +221,31 @@ def test_peak_is_resident_bytes_plus_largest_call() -> None:
         assert found[rank].total == pytest.approx(residents + taken[expected].total + 1e6)
     assert found[2].borrowed == 4 * shard_numels(LLAMA, 2, 1)[0] and found[2].weights == 0
     assert all(some.runtime == 1e6 for some in found.values())
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_quantized_base_takes_less_memory_and_more_time(bits: int) -> None:
+    """Its calls need memory for one dequantized product, and decoding on a CPU needs no packed copies."""
+    options = LoraOptions(rank=4, quantization=Quantization(f"int{bits}"))
+    fusable = replace(LLAMA, n_heads=4, n_kv_heads=2, head_dim=16)
+    models = [replace(fusable, lora=lora) for lora in (Lora(4), Lora(4, 1.0, (), bits, 32))]
+    planners = [ppo_planner(1, actor=model, device="cpu", lora=options) for model in models]
+    plain, small = ([planner.calls.memory.base(role, D1) for role in ("actor", "ref")] for planner in planners)
+    matrices = 4 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 160)
+    assert small == [bytes_ - matrices * (4 - bits / 8 - 4 / 32) for bytes_ in plain]
+    where, calls = Placement(layout("d1"), MicroBatching()), [rows(2)]
+    for name in ("actor_train", "ref_inf", "actor_gen"):
+        mfc = planners[0].graph[name]
+        before, after = (
+            replace(planner.calls.memory, share_prompts=True).transient(mfc, where, calls, layout("d1"))
+            for planner in planners
+        )
+        copies = 4 * NUMEL if name == "actor_gen" else 0
+        assert after == replace(before, buffers=before.buffers - copies + 4 * 2 * 64 * 160)
+    shards = [stage_shards(model, planners[0].calls.memory.roles["actor"], D1)[0] for model in models]
+    before_s, after_s = ((speed.forward(shard, Work.of((16,)), (0,)), speed.decode(shard, 4, 16.0, (0,)))
+                         for shard in shards for speed in [planners[0].calls.cost.speed])  # fmt: skip
+    assert all(one < other for one, other in zip(before_s, after_s, strict=True))
 
 
 def test_ring_bytes_stay_with_participants_of_a_reallocation() -> None:
