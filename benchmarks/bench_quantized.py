@@ -3,12 +3,12 @@
     python benchmarks/bench_quantized.py [--rounds 3] [--bf16]
 
 The model has the sizes of SmolLM2-135M, adapters have rank 16. A training step has 8 rows of 128 tokens; generation
-samples 32 tokens for each of 8 prompts with 8 responses. Times are medians of rounds in turns after one of warm-up;
-ratios are those of each round. Memory is the peak of a process of its own, without that of its imports.
+samples 32 tokens for each of 8 prompts with 8 responses. Times are medians of rounds in turns after one of warm-up, of
+the time of one thread, which other programs on the machine lengthen less; ratios are those of each round. Memory is
+the peak of a process of its own, without that of its imports and of files.
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -16,7 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
+from typing import TypeVar
 
 import torch
 
@@ -62,7 +65,8 @@ def generate(engine: NativeEngine) -> None:
     engine.generate(batch(8, 32, "prompts"), sampling, 8, 1)
 
 
-CALLS: dict[str, Callable[[NativeEngine], None]] = {"train": train, "generate": generate}
+CALLS: dict[str, Callable[[NativeEngine], None]] = {"generate": generate, "train": train}
+T = TypeVar("T")
 
 
 def make_engine(folder: Path, kind: Quantization, bf16: bool) -> NativeEngine:
@@ -72,25 +76,42 @@ def make_engine(folder: Path, kind: Quantization, bf16: bool) -> NativeEngine:
     return build_engine(replace(SMOL, lora=lora), role, ParallelContext(ONE, 0), True, True, 1, 10, (0,), None)
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+def anonymous_mb() -> float:
+    """Return this process's memory without pages of files, such as weights that are being read."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) / 1e3
+
+
+def peak_of(call: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a call, and the largest memory of this process during it."""
+    samples, ended = [anonymous_mb()], Event()
+
+    def sample() -> None:
+        while not ended.wait(0.002):
+            samples.append(anonymous_mb())
+
+    thread = Thread(target=sample)
+    thread.start()
+    try:
+        return call(), max(samples)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def measure_memory(folder: Path, kind: Quantization, bf16: bool) -> None:
-    """Print the bytes of the base, and peaks after loading, after training and after generation, in MB."""
+    """Print the bytes of the base, and peaks in MB."""
     if kind.bits:
         import torchao.quantization  # noqa: F401
     torch.ones(2, 2, requires_grad=True).sum().backward()
-    before = peak_mb()
-    engine = make_engine(folder, kind, bf16)
-    base, loaded = engine.model.base, peak_mb() - before
+    before = anonymous_mb()
+    engine, loading = peak_of(lambda: make_engine(folder, kind, bf16))
+    base, peaks = engine.model.base, {"loading": loading}
     held = (base.nbytes if isinstance(base, QuantizedParams) else base.data.nbytes) / 1e6
-    peaks = []
-    for call in CALLS.values():
-        call(engine)
-        peaks.append(peak_mb() - before)
-    print(f"{kind.value:>5}: base {held:.0f} MB; peak after loading {loaded:.0f}, training {peaks[0]:.0f}, "
-          f"generation {peaks[1]:.0f} MB")  # fmt: skip
+    for name, call in CALLS.items():
+        _, peaks[name] = peak_of(partial(call, engine))
+    text = ", ".join(f"{name} {peak - before:.0f}" for name, peak in peaks.items())
+    print(f"{kind.value:>5}: base {held:.0f} MB; peaks: {text} MB", flush=True)
 
 
 def measure_times(folder: Path, rounds: int, bf16: bool) -> None:
@@ -99,9 +120,9 @@ def measure_times(folder: Path, rounds: int, bf16: bool) -> None:
         seconds: dict[Quantization, list[float]] = {kind: [] for kind in Quantization}
         for _ in range(rounds + 1):
             for kind, engine in engines.items():
-                begin = time.perf_counter()
+                begin = time.process_time()
                 call(engine)
-                seconds[kind].append(time.perf_counter() - begin)
+                seconds[kind].append(time.process_time() - begin)
         plain = seconds[Quantization.none][1:]
         for kind, several in seconds.items():
             ratios = [one / other for one, other in zip(several[1:], plain, strict=True)]
