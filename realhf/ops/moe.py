@@ -38,7 +38,7 @@ def route(
     probs = logits.softmax(-1, dtype=torch.float32)
     weights, experts = probs.topk(top_k, -1)
     if replayed is not None:
-        experts = torch.where(replayed < probs.shape[1], replayed.long(), experts)
+        experts = torch.where(replayed < probs.shape[1], replayed.to(torch.int64), experts)
         weights = probs.gather(-1, experts)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -161,7 +161,7 @@ def test_tensor_parallel_shards_are_opened_on_their_devices(
         for rank in (0, 1)
     ]  # fmt: skip
     launcher = VllmLauncher(VllmConfig(), tmp_path / "served", tmp_path / "vllm.log", n_workers=2)
-    server = launcher.start(shards[0], ["5", "3"])
+    server = launcher.start(shards[0], ["5", "3"], shards[0].params.data.nbytes)
     assert isinstance(server, fake_vllm.InProcessServer) and server.llm.arguments["tensor_parallel_size"] == 2
     sent = list[bytes]()
 

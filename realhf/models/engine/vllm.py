@@ -224,8 +224,11 @@ class VllmLauncher:
     verify: bool = False
     n_workers: int = 1
 
-    def start(self, engine: NativeEngine, devices: Sequence[str]) -> VllmServer:
-        """Start a process for an engine's replica, on its GPUs if any; raises RunFailed if vLLM does not start."""
+    def start(self, engine: NativeEngine, devices: Sequence[str], weight_bytes: int) -> VllmServer:
+        """Start a process for an engine's replica, on its GPUs if any; raises RunFailed if vLLM does not start.
+
+        ``weight_bytes`` is the size of a shard of the weights that it gets, without adapters.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         dtype, context = engine.model.dtype, engine.context
         tied = engine.config.tied_embedding and not has_copied_head(engine.config)
@@ -247,7 +250,7 @@ class VllmLauncher:
             # of the tempered distribution: the raw one, or the sampled one, which top-k and top-p must not restrict
             "logprobs": "raw_logprobs" if self.temperature in (0.0, 1.0) else "processed_logprobs",
             "adapter": adapter,
-            "gpu": self.gpu_options(engine) if devices else {},
+            "gpu": self.gpu_options(engine, weight_bytes) if devices else {},
         }
         try:
             started = server.call("start", options=options)
@@ -282,11 +285,11 @@ class VllmLauncher:
         modules = served_modules(engine.config)
         return {"rank": lora.rank, "alpha": lora.alpha, "max_rank": padded_rank(lora.rank), "modules": modules}
 
-    def gpu_options(self, engine: NativeEngine) -> dict[str, Any]:
+    def gpu_options(self, engine: NativeEngine, weight_bytes: int) -> dict[str, Any]:
         """Return vLLM's options for GPUs. It starts only if the share of the memory that it may use is free."""
         total = torch.cuda.get_device_properties(engine.context.device).total_memory
         cache = int(self.options.kv_cache_bytes(total))
-        needed = engine.model.base.data.nbytes + cache + RUNTIME_BYTES
+        needed = weight_bytes + cache + RUNTIME_BYTES
         if (adapter := self.adapter_options(engine)) is not None:  # with its padding, and once more while it is loaded
             numel = engine.params.data.numel() * (adapter["max_rank"] + adapter["rank"]) // adapter["rank"]
             needed += numel * engine.model.dtype.itemsize
@@ -319,7 +322,7 @@ def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
     if not is_cpu:
         own = os.environ.get(VISIBLE, str(engine.context.device.index or 0)).encode()
         devices = [device.decode() for device in gather_bytes(group, own, engine.context.device)]
-    server = launcher.start(engine, devices) if group.index == 0 else None
+    server = launcher.start(engine, devices, params.data.nbytes) if group.index == 0 else None
     fields_ = {field.name: getattr(engine, field.name) for field in fields(engine)}
     return VllmEngine(
         **fields_, served=params, server=server, buckets=make_buckets(engine) if server else (),
