@@ -115,7 +115,6 @@ class VllmEngine(NativeEngine):
 
     def _synchronised(self) -> WeightUpdate:
         """Return what vLLM needs of the replica's weights. Collective."""
-        assert self.memory is not None
         is_stale = self.server is not None and self.server.version != self.version
         lacks_base = is_stale and not self.server.has_base if self.server is not None else False
         if self.config.lora is not None and self.adapter_memory is None:
@@ -124,7 +123,7 @@ class VllmEngine(NativeEngine):
         # also a barrier: all shards of the weights are up to date
         total = self.context.group("tp").all_reduce(torch.tensor(state, device=self.context.device))
         checksum, needs_adapter, needs_weights = total.tolist()
-        weights = self.memory.export() if needs_weights else []
+        weights = self.memory.export() if needs_weights and self.memory is not None else []
         adapter = self.adapter_memory.export() if needs_adapter and self.adapter_memory is not None else []
         return WeightUpdate(checksum, weights, adapter)
 

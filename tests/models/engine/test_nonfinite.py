@@ -116,7 +116,7 @@ def test_a_temperature_can_make_finite_logits_overflow(llama: Path) -> None:
 class FakeServer:
     """Answers a generation with tokens and log-probabilities given by row."""
 
-    version, sleeps = 0, False
+    version = 0
 
     def __init__(self, tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         self.reply: dict[str, Any] = {"tokens": tokens, "logprobs": logprobs}
@@ -124,6 +124,9 @@ class FakeServer:
     def call(self, method: str, **_: Any) -> dict[str, Any]:
         assert method == "generate"
         return self.reply
+
+    def end_call(self) -> None:
+        pass
 
 
 @settings(max_examples=examples(30), deadline=None)
