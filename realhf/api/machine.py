@@ -21,16 +21,22 @@ class Link:
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities with a grouped product in torch; on others torch copies the sizes to the host."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A cluster of identical devices. Units are bytes, seconds and operations per second.
 
-    ``flops`` and ``memory_bandwidth`` are achievable by large matrix products and by copies; ``peak_flops`` and
-    ``peak_bandwidth`` are data-sheet values for MFU and MBU (0: not reported). ``kernel`` is the time of the smallest
-    kernel with its launch, ``call`` a round trip from the master to a worker. ``memory`` is per device; ``reserved``
-    is used by runtime and libraries, and plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of
-    workers of a node that compute at full speed concurrently: CPU workers share cores (0: no sharing). Links are per
-    device: ``node`` within a node, ``cluster`` between nodes, ``host`` to the memory of offloaded weights.
+    ``flops`` and ``memory_bandwidth`` are achievable by large matrix products and by copies, ``attention_flops`` by
+    attention kernels on long rows (0: as ``flops``); ``peak_flops`` and ``peak_bandwidth`` are data-sheet values for
+    MFU and MBU (0: not reported). ``kernel`` is the time of the smallest kernel in a CUDA graph, ``launch`` the time in
+    which the host launches one outside of a graph, ``call`` a round trip from the master to a worker.
+    ``compute_capability`` is that of CUDA. ``memory`` is per device; ``reserved`` is used by runtime and libraries, and
+    plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of workers of a node that compute at full speed
+    concurrently: CPU workers share cores (0: no sharing). Links are per device: ``node`` within a node, ``cluster``
+    between nodes, ``host`` to the memory of offloaded weights.
     """
 
     name: str
@@ -48,6 +54,9 @@ class Hardware:
     cores: int = 0
     peak_flops: float = 0.0
     peak_bandwidth: float = 0.0
+    attention_flops: float = 0.0
+    launch: float = 0.0
+    compute_capability: float = 0.0
 
     @property
     def usable(self) -> float:

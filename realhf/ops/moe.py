@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities with a grouped product in torch; on others torch copies the sizes to the host."""
+from realhf.api.machine import GROUPED_CAPABILITIES
 
 
 @dataclass(frozen=True)

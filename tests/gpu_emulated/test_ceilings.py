@@ -8,6 +8,7 @@ import pytest
 
 from realhf.api.config import GenerationConfig
 from realhf.models.engine.native import NativeEngine
+from realhf.plan.cost.roofline import LAUNCHES
 from tests.gpu_emulated.conftest import FAMILIES
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
@@ -102,3 +103,9 @@ def test_ceilings_of_a_captured_step(family: str, bf16: bool, folders: dict[str,
         return
     (shallow,), (deep,) = found
     assert (deep - shallow) / 2 <= ceiling
+
+
+def test_the_planner_prices_these_launches() -> None:
+    for kind, family in (("dense", "llama"), ("routed", "qwen3_moe")):
+        _, inference, _, training = LAUNCHES_PER_LAYER[family]
+        assert LAUNCHES[kind] == (inference, training, KERNELS_PER_DECODED_LAYER[family][1])

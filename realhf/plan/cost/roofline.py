@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realhf.api.config.choices import Recompute
-from realhf.api.machine import Hardware, Link
+from realhf.api.machine import GROUPED_CAPABILITIES, Hardware, Link
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8
+LAUNCHES = {  # by block outside of a graph: an inference pass, a training pass, a decoding step
+    "dense": (26, 88, 28),
+    "routed": (68, 235, 71),
+}
+"""Counts of tests/gpu_emulated/test_ceilings.py: llama and qwen3_moe in bfloat16, without the fused kernels of csrc."""
+ATTENTION_BACKWARD = 2.5  # times the operations of the forward pass: five products for two (arXiv 2307.08691, 3.1)
 OPTIMIZER_BYTES = 28  # per parameter: float32 gradient, master weight and two moments read, the last three written
 LOGITS_BYTES = {"cpu": 24 << 20}  # chunk of logits that the log-prob head materializes (ops/logprobs.py)
 DEFAULT_LOGITS_BYTES = 256 << 20
@@ -26,21 +32,26 @@ class Roofline:
         return self.hardware.call
 
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        inside = self._block(shard, work) + self._all_reduces(shard, work.tokens, ranks)
+        inside = self._block(shard, work) + self._attention(shard, work)
+        inside += self._all_reduces(shard, work.tokens, ranks)
+        inside = max(inside, self._launches(shard)[0])
         return shard.n_blocks * inside + self._ends(shard, work.tokens)
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         block, reduces = self._block(shard, work), self._all_reduces(shard, work.tokens, ranks)
-        forward = shard.n_blocks * (block + reduces) + self._ends(shard, work.tokens)
+        attention, (launching, both, _) = self._attention(shard, work), self._launches(shard)
+        inside = max(block + attention + reduces, launching)
+        forward = shard.n_blocks * inside + self._ends(shard, work.tokens)
         recompute_s = 0.0
         if shard.recompute is Recompute.full:
-            recompute_s = shard.n_blocks * (block + reduces)
+            recompute_s = shard.n_blocks * inside
         elif shard.recompute is Recompute.selective:  # read and write what the products take
             recomputed = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize
             recompute_s = shard.n_blocks * work.tokens * recomputed / self.hardware.memory_bandwidth
         # two products for each one of the forward pass, one for frozen weights; the head recomputes its logits
         products = 2 if shard.model.lora is None else 1
-        backward = shard.n_blocks * (products * block + reduces) + (1 + products) * self._ends(shard, work.tokens)
+        inside = max(products * block + ATTENTION_BACKWARD * attention + reduces, both - launching)
+        backward = shard.n_blocks * inside + (1 + products) * self._ends(shard, work.tokens)
         return forward, backward + recompute_s
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
@@ -48,9 +59,21 @@ class Roofline:
         flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / shard.tp
         kv = 2 * rows * context * max(1.0, config.n_kv_heads / shard.tp) * config.head_dim
         touched = (_touched_numel(config, rows) / shard.tp + kv) * size + _dequantization_bytes(shard)
-        block = self._time(flops, touched, KERNELS_PER_BLOCK)
-        blocks = shard.n_blocks * (block + self._all_reduces(shard, rows, ranks))
-        return blocks + self._ends(shard, rows)
+        block = self._time(flops, touched, KERNELS_PER_BLOCK) + self._all_reduces(shard, rows, ranks)
+        if not self._is_captured(shard):
+            block = max(block, self._launches(shard)[2])
+        return shard.n_blocks * block + self._ends(shard, rows)
+
+    def _is_captured(self, shard: StageShard) -> bool:
+        """Return True if decoding steps are CUDA graphs, which models/engine/decode/cuda_graphs.py decides."""
+        has_routed_kernel = int(self.hardware.compute_capability) in GROUPED_CAPABILITIES and shard.bf16
+        return shard.first and shard.last and (not shard.model.n_experts or has_routed_kernel)
+
+    def _launches(self, shard: StageShard) -> tuple[float, float, float]:
+        """Return the seconds in which the host launches the kernels of a block, for each pass of ``LAUNCHES``."""
+        inference, training, decoding = LAUNCHES["routed" if shard.model.n_experts else "dense"]
+        launch = self.hardware.launch
+        return inference * launch, training * launch, decoding * launch
 
     def optimizer(self, shard: StageShard, numel: int) -> float:
         return numel * OPTIMIZER_BYTES / self.hardware.memory_bandwidth
@@ -86,14 +109,19 @@ class Roofline:
         hardware = self.hardware
         return max(flops / hardware.flops, nbytes / hardware.memory_bandwidth) + kernels * hardware.kernel
 
+    def _attention(self, shard: StageShard, work: Work) -> float:
+        """Seconds of attention to the visible keys, whose scores are not stored."""
+        flops = 4 * shard.model.n_heads * shard.model.head_dim / shard.tp * work.pairs
+        return flops / (self.hardware.attention_flops or self.hardware.flops)
+
     def _block(self, shard: StageShard, work: Work) -> float:
+        """Seconds of a block without attention."""
         config, size = shard.model, shard.itemsize
         products = 2 * _active_numel(config) / shard.tp * work.tokens
-        attention = 4 * config.n_heads * config.head_dim / shard.tp * work.pairs
         wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / shard.tp
         heads = config.head_dim * (4 * config.n_heads + 4 * config.n_kv_heads) / shard.tp
         streamed = work.tokens * (6 * config.hidden + heads + wide) * size + _dequantization_bytes(shard)
-        products_s = self._time(products + attention, _touched_numel(config, work.tokens) / shard.tp * size, 0)
+        products_s = self._time(products, _touched_numel(config, work.tokens) / shard.tp * size, 0)
         return products_s + streamed / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
 
     def _ends(self, shard: StageShard, tokens: int) -> float:

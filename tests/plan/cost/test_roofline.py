@@ -12,7 +12,13 @@ from realhf.api.machine import Link
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
-from realhf.plan.cost.roofline import KERNELS_PER_BLOCK, OPTIMIZER_BYTES, Roofline, saved_activation_numel
+from realhf.plan.cost.roofline import (
+    KERNELS_PER_BLOCK,
+    LAUNCHES,
+    OPTIMIZER_BYTES,
+    Roofline,
+    saved_activation_numel,
+)
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
 from tests.scaling import examples
@@ -37,10 +43,12 @@ def test_compute_bound_passes_cost_their_operations(model: ModelConfig, lengths:
     again = head / COMPUTE_ONLY.flops  # logits are recomputed
     assert speed.forward(whole(model), work, (0,)) == pytest.approx(seconds, rel=1e-9)
     forward, backward = speed.train(whole(model), work, (0,))
-    assert (forward, backward) == (pytest.approx(seconds, rel=1e-9), pytest.approx(2 * seconds + again, rel=1e-9))
+    attention = 4 * model.n_layers * model.n_heads * model.head_dim * work.pairs / COMPUTE_ONLY.flops
+    twice = 2 * seconds + again + 0.5 * attention  # whose backward pass has five products for two
+    assert (forward, backward) == (pytest.approx(seconds, rel=1e-9), pytest.approx(twice, rel=1e-9))
     with_again = speed.train(whole(model, recompute=Recompute.full), work, (0,))[1]
     assert speed.train(whole(model, recompute=Recompute.selective), work, (0,))[1] == backward  # no products
-    assert with_again == pytest.approx(3 * seconds, rel=1e-9)  # blocks again, the head as before
+    assert with_again == pytest.approx(twice + seconds - again, rel=1e-9)  # blocks again, the head as before
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -102,6 +110,49 @@ def test_kernel_launches_add_up() -> None:
     work = Work.of([3])
     assert slow.forward(part, work, (0,)) - fast.forward(part, work, (0,)) == pytest.approx(kernels)
     assert slow.decode(part, 1, 3, (0,)) - fast.decode(part, 1, 3, (0,)) == pytest.approx(kernels)
+
+
+def test_attention_has_a_speed_of_its_own() -> None:
+    slow, work = replace(COMPUTE_ONLY, attention_flops=COMPUTE_ONLY.flops / 4), Work.of([50, 20])
+    attention = 4 * LLAMA.n_layers * LLAMA.n_heads * LLAMA.head_dim * work.pairs / COMPUTE_ONLY.flops
+    for name, factor in (("forward", 1.0), ("train", 3.5)):
+        before, after = (getattr(Roofline(machine), name)(whole(LLAMA), work, (0,)) for machine in (COMPUTE_ONLY, slow))
+        total = (sum(after) - sum(before)) if name == "train" else after - before
+        assert total == pytest.approx(3 * factor * attention)
+
+
+@pytest.mark.parametrize(
+    ("changed", "model", "capability", "is_captured"),
+    [
+        ({}, LLAMA, 0.0, True),
+        ({}, LLAMA, 8.0, True),
+        ({"first": False}, LLAMA, 9.0, False),
+        ({"last": False}, LLAMA, 9.0, False),
+        ({}, MOE, 9.0, True),
+        ({}, MOE, 10.3, True),
+        ({}, MOE, 8.0, False),
+        ({}, MOE, 12.0, False),
+        ({"bf16": False}, MOE, 9.0, False),
+        ({"bf16": False}, LLAMA, 9.0, True),
+    ],
+)
+def test_the_host_launches_the_steps_that_are_not_captured(
+    changed: dict, model: ModelConfig, capability: float, is_captured: bool
+) -> None:
+    shard, machine = replace(whole(model, bf16=True), **changed), replace(TOY, compute_capability=capability)
+    fast, slow = Roofline(machine), Roofline(replace(machine, launch=1.0))
+    launches = LAUNCHES["routed" if model is MOE else "dense"][2]
+    expected = 0.0 if is_captured else shard.n_blocks * launches
+    assert slow.decode(shard, 3, 9, (0,)) - fast.decode(shard, 3, 9, (0,)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_passes_take_as_long_as_their_launches() -> None:
+    shard, work = replace(whole(LLAMA), first=False, last=False), Work.of([3])
+    slow, (inference, training, _) = Roofline(replace(TOY, launch=1.0)), LAUNCHES["dense"]
+    assert slow.forward(shard, work, (0,)) == pytest.approx(shard.n_blocks * inference)
+    assert sum(slow.train(shard, work, (0,))) == pytest.approx(shard.n_blocks * training)
+    again = sum(slow.train(replace(shard, recompute=Recompute.full), work, (0,)))
+    assert again == pytest.approx(shard.n_blocks * (training + inference))
 
 
 N, A, B = 1e6, TOY.node, TOY.cluster
