@@ -1,8 +1,9 @@
 """Runs models in several layouts on gloo ranks and returns results as plain values. Does not import transformers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,20 @@ def job(
             dist.barrier()
             initial = replace(initial, **{"adapter" if initial.adapter else "folder": where / "saved"})
     return results
+
+
+Results = dict[tuple[str, str], list[WorkerResult]]
+"""By model and layout: the results of its workers."""
+
+
+def collect(
+    on_ranks: Callable[..., list[Any]], world: int, models: Mapping[str, InitialModel], names: Sequence[str],
+    root: Path, results: Results,
+) -> None:  # fmt: skip
+    """Run ``job`` on ``world`` ranks, and add to ``results``."""
+    for answer in on_ranks(world, job, models, names, root):
+        for key, value in answer.items():
+            results.setdefault(key, []).append(value)
 
 
 def engine_on(

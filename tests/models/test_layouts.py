@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.sharding import LAYOUTS, LENGTHS, TEMPERATURE, InitialModel, WorkerResult, batch_of, job
+from tests.models.sharding import LAYOUTS, LENGTHS, TEMPERATURE, InitialModel, Results, batch_of, collect
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -19,7 +19,6 @@ MODELS = ACTORS + CRITICS
 OTHERS = tuple(name for name in LAYOUTS if name != "whole")
 ON_EIGHT = tuple(name for name in LAYOUTS if len(LAYOUTS[name].layout.mesh.ranks) == 8)
 ON_FOUR = tuple(name for name in LAYOUTS if name not in ON_EIGHT)
-Results = dict[tuple[str, str], list[WorkerResult]]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,7 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     collected: Results = {}
 
     def run(world: int, layouts: tuple[str, ...], some: dict[str, InitialModel]) -> None:
-        for answer in on_ranks(world, job, some, layouts, root):
-            for key, value in answer.items():
-                collected.setdefault(key, []).append(value)
+        collect(on_ranks, world, some, layouts, root, collected)
 
     for some in (ACTORS[:6], ACTORS[6:], CRITICS):
         run(4, ON_FOUR, {name: starts[name] for name in some})

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from realhf.api.model_config import Lora
+from realhf.api.model_config import Lora, ModelConfig
 from realhf.api.param_box import whole
 from realhf.arch.hf_config import read_hf_config
 from realhf.arch.lora import base_specs, lora_modules, own_specs
@@ -42,12 +42,17 @@ def with_adapters(folder: Path, scalar: bool = False, targets: tuple[str, ...] =
         for specs in (own_specs(config), base_specs(config))
     )
     load_hf(folder, config, base, 0, frozenset({"head.weight"}) if scalar else frozenset())
+    randomise(config, own)
+    return Transformer(config, own, base=base)
+
+
+def randomise(config: ModelConfig, own: FlatParams) -> None:
+    """Initialise adapters, with random matrices B."""
     init_random(config, own, 0)
     generator = torch.Generator().manual_seed(1)
     for name in own.names:
         if name.endswith(".lora_b"):
             own.view(name).normal_(0.0, 0.1, generator=generator)
-    return Transformer(config, own, base=base)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])

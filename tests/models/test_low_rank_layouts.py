@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from realhf.arch.peft_config import ADAPTER_WEIGHTS
 from realhf.models.peft_folder import save_peft
-from tests.models.sharding import LENGTHS, TEMPERATURE, InitialModel, WorkerResult, batch_of, job
+from tests.models.sharding import LENGTHS, TEMPERATURE, InitialModel, Results, batch_of, collect
 from tests.models.test_low_rank import with_adapters
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CRITICS = ("qwen2 critic", "gpt2 critic", "qwen3_moe critic")
 MODELS = (*ONE_OF_EACH, *CRITICS)
 NAMES = ("whole", "t2", "t2 without sequence", "p2", "t2p2", "t4", "d2t2", "d2t2 overlapped")
-Results = dict[tuple[str, str], list[WorkerResult]]
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +31,7 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     collected: Results = {}
     for some in (MODELS[:7], MODELS[7:]):
         starts = {name: initial_model(name, root / name / "original") for name in some}
-        for answer in on_ranks(4, job, starts, NAMES, root):
-            for key, value in answer.items():
-                collected.setdefault(key, []).append(value)
+        collect(on_ranks, 4, starts, NAMES, root, collected)
     return collected
 
 

@@ -19,13 +19,13 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.arch.lora import base_specs, own_specs
 from realhf.arch.quantization import base_nbytes, quantized_names
 from realhf.models.flat_params import FlatParams
-from realhf.models.hf_folder import init_random, load_hf, save_hf
+from realhf.models.hf_folder import load_hf, save_hf
 from realhf.models.peft_folder import merged_parameter, save_peft
 from realhf.models.quantized_matrix import QuantizedMatrix
 from realhf.models.quantized_params import QuantizedParams
 from realhf.models.transformer import Transformer
 from tests.models.sharding import GROUP_SIZE
-from tests.models.test_low_rank import ALPHA, RANK, gradients_as_files
+from tests.models.test_low_rank import ALPHA, RANK, gradients_as_files, randomise
 from tests.models.test_transformer import LENGTHS, loss_and_gradient, their_logits, their_logprobs, tokens
 from tests.models.tiny_models import GROUPED, hf_model
 
@@ -50,11 +50,7 @@ def quantized_model(folder: Path, bits: int, dtype: torch.dtype = torch.float32,
     own = FlatParams(own_specs(config), {s.name: whole(s.shape) for s in own_specs(config)}, torch.float32, "cpu")
     base = QuantizedParams(config, {s.name: whole(s.shape) for s in base_specs(config)}, dtype, "cpu")
     load_hf(folder, config, base, 0)
-    init_random(config, own, 0)
-    generator = torch.Generator().manual_seed(1)
-    for name in own.names:
-        if name.endswith(".lora_b"):
-            own.view(name).normal_(0.0, 0.1, generator=generator)
+    randomise(config, own)
     return Transformer(config, own, base=base)
 
 

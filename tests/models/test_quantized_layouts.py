@@ -10,14 +10,13 @@ from safetensors.torch import load_file
 
 from realhf.arch.peft_config import ADAPTER_WEIGHTS
 from realhf.models.peft_folder import save_peft
-from tests.models.sharding import InitialModel, WorkerResult, job
+from tests.models.sharding import InitialModel, Results, collect
 from tests.models.test_quantized_base import quantized_model
 from tests.models.tiny_models import GROUPED, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 MODELS = tuple(f"{name} {bits}" for name in GROUPED for bits in (8, 4))
 NAMES = ("whole", "t2", "t2 without sequence", "p2", "t2p2", "t4", "d2t2 overlapped")
-Results = dict[tuple[str, str], list[WorkerResult]]
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +27,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     collected: Results = {}
-    for answer in on_ranks(
-        4, job, {name: initial_model(name, root / name / "original") for name in MODELS}, NAMES, root
-    ):
-        for key, value in answer.items():
-            collected.setdefault(key, []).append(value)
+    starts = {name: initial_model(name, root / name / "original") for name in MODELS}
+    collect(on_ranks, 4, starts, NAMES, root, collected)
     return collected
 
 
