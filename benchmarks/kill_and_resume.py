@@ -98,6 +98,8 @@ def layout(mode: str, workers: int = 2, generation: int | None = None, training:
 
 STALE = f"{PPO} max_staleness=2 {layout('manual', generation=0, training=1)}"
 OTHER_LAYOUTS = (layout("d1", 1), layout("d2"), layout("t2"), layout("manual", generation=1, training=0))
+ROUTED = {"model_type": "qwen3_moe", "num_experts": 300, "num_experts_per_tok": 4, "moe_intermediate_size": 16,
+          "norm_topk_prob": True, "mlp_only_layers": [0]}  # fmt: skip
 EVALUATED = "dataset.eval_fraction=0.2 exp_ctrl.eval_freq_steps=1 exp_ctrl.save_freq_steps=2 "
 MEMBERS = ("1", "2")  # seeds of the reward models
 JOBS = (
@@ -118,6 +120,8 @@ JOBS = (
     Job("ensemble", "ppo", 1, PPO.replace("reward.fn={task}/rewards.py:graded", "ensemble.objective=UWO "
         f"ensemble.members=[{','.join(f'{{task}}/member-{seed}/models/model/step_1' for seed in MEMBERS)}]")),
     Job("lora", "grpo", 2, GRADED + "actor.lora.rank=4 actor.lora.dropout=0.1"),
+    Job("router replay", "grpo", 2, GRADED.replace("{task}/model", "{task}/routed")
+        + "ppo.router_replay=True ppo.recompute_logprobs=True max_staleness=1 allocation_mode=t2"),
     Job("distill, averages", "distill", 1, GRPO + "ppo.distill.prompt={{prompt}} ppo.distill.objective=forward_kl "
         "ppo.distill.top_k=4 ppo.actor_ema_eta=0.3"),
     Job("critic first", "ppo-math", 2, f"{PPO} ppo.value_pretrain_steps=3 ppo.gae_lambda_alpha=0.5"),
@@ -134,6 +138,9 @@ def make_task(folder: Path) -> None:
     task = folder / "task"
     subprocess.run([sys.executable, str(EXAMPLE), str(task), *size], check=True, capture_output=True)
     (task / "rewards.py").write_text(REWARDS)
+    dense = json.loads((task / "model" / "config.json").read_text())
+    (task / "routed").mkdir()
+    (task / "routed" / "config.json").write_text(json.dumps({**dense, **ROUTED}))
     words = (f"{scratch('model')} dataset.path={{task}}/preferences.jsonl dataset.train_bs_n_seqs=6 device=cpu "
              "exp_ctrl.total_train_steps=1 mode=inline tensorboard.enabled=False fileroot={task}/.. "
              "experiment_name=task").format(task=task).split()  # fmt: skip
