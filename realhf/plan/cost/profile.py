@@ -207,6 +207,11 @@ class Profile:
         return Profile(self.machine, newer.resident, {**self.fits, **newer.fits})
 
 
+def numbers_of_workers(maximum: int) -> tuple[int, ...]:
+    """Return the measured numbers of workers: powers of two, and the maximum."""
+    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < maximum} | {maximum}))
+
+
 def operation_of(name: str) -> str:
     """Return the operation of a fit, such as ``forward`` of ``SHAPE/t2/forward`` and ``send`` of ``send``."""
     first, *rest = name.split("/")

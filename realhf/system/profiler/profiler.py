@@ -4,10 +4,7 @@ Communication is measured on 2, 4, ... workers, models on one: a shard's collect
 """
 
 import multiprocessing
-import os
-import platform
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +21,22 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.base.host_memory import proc_field, resident_bytes, trim_heap
+from realhf.base.host_memory import resident_bytes, trim_heap
+from realhf.base.processor import cores, processor_name, torch_version
 from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
-from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine, fitted, message_counts, shape_of
+from realhf.plan.cost.profile import (
+    Fit,
+    Point,
+    Profile,
+    ProfiledMachine,
+    fitted,
+    message_counts,
+    numbers_of_workers,
+    shape_of,
+)
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler import link_probes
 from realhf.system.profiler.algorithm_probes import METHODS, algorithm_probes
@@ -112,22 +119,12 @@ class ProfileMessage:
 
 def this_machine(device: str, threads: int) -> ProfiledMachine:
     if device == "cuda":
-        return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads)
-    name = proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
-    return ProfiledMachine(device, name, n_cores(), threads)
+        return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads, torch_version())
+    return ProfiledMachine(device, processor_name(device), len(cores()), threads, torch_version())
 
 
 def n_gpus() -> int:
     return torch.cuda.device_count()
-
-
-def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def numbers_of_workers(maximum: int) -> tuple[int, ...]:
-    """Return the measured numbers of workers: powers of two, and the maximum."""
-    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < maximum} | {maximum}))
 
 
 def take_profile(job: ProfileJob, log: Log) -> Profile:
@@ -144,7 +141,7 @@ def take_profile(job: ProfileJob, log: Log) -> Profile:
             fits |= {name: fitted(points) for name, points in result.points.items() if points}
             resident = max(resident, result.resident)
     # workers on other cores run the same probes: in a run they compute, too, and share caches and memory bandwidth
-    n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
+    n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, len(cores()) // job.threads))
     job = replace(job, collectives=fits)
     single, *_ = _run_workers(_measure_single, [(job,)] * n_busy, log)
     totals = single.points
@@ -221,7 +218,7 @@ def _measure_group(log: Log, rank: int, world: int, port: int, key: bytes, job: 
     resident = float(resident_bytes()[1] - before)
     agree = agreement(everyone, clock.device)
     # a profile holds the seconds of a worker with a core to itself
-    core_share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
+    core_share = 1.0 if job.device == "cuda" else min(1.0, len(cores()) / (world * job.threads))
     subjects: dict[str, Iterator[Probe]] = {"collectives": link_probes.collective_probes(everyone, clock)}
     if world == 2:
         subjects["sends"] = link_probes.send_probes(rank, clock)
