@@ -32,7 +32,7 @@ def main(root: str, rank: int, address: str) -> None:
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     from realhf.api.messages import Shutdown
     from realhf.apps.prepare.launching import read_run
-    from realhf.apps.prepare.profile_job import work
+    from realhf.apps.profiles.profile_job import work
     from realhf.base.logging import open_log
     from realhf.base.paths import RunDir
     from realhf.launch.cuda import cuda_environment

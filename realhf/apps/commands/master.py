@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from realhf.apps.prepare.launching import launch, locked, read_run, stored_run
-from realhf.apps.prepare.profile_job import lead
 from realhf.apps.prepare.recovery import resume, retried
+from realhf.apps.profiles.profile_job import lead
 from realhf.base.errors import RunStopped, UserError
 from realhf.base.paths import RunDir
 from realhf.system.checkpoint.manifest import checkpoints_of, rewind

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from realhf.api.config import Device, Mode
+from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.launching import is_queued
 from realhf.apps.prepare.option_help import options_help
 from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.preflight import Findings, pick_device
-from realhf.apps.prepare.profile_file import read_profile, update_profile
-from realhf.apps.prepare.profile_job import ProfileOptions, lead, write_job
+from realhf.apps.profiles.profile_file import read_profile, update_profile
+from realhf.apps.profiles.profile_job import ProfileOptions, lead, write_job
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.errors import UserError
@@ -76,16 +76,21 @@ def measure_elsewhere(options: ProfileOptions) -> Profile:
     file.parent.mkdir(parents=True, exist_ok=True)
     paths = RunDir(Path(tempfile.mkdtemp(prefix=f"{file.stem}-", suffix=".job", dir=file.parent)))
     write_job(paths, replace(options, out=str(file), model=models))
-    config = options.launch_config()
-    if is_queued(config):
-        paths.job_script.write_text(script([paths.root], config, config.device.value, paths.root, ""))
-        job = submit(paths.job_script, 1)
-        print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
-        follow(job, [log_file(paths.root)], [paths.root])
-    else:
-        lead(paths)
+    try:
+        queue(paths, options.launch_config()) if is_queued(options.launch_config()) else lead(paths)
+    except (KeyboardInterrupt, UserError):
+        shutil.rmtree(paths.root)
+        raise
     shutil.rmtree(paths.root)
     return read_profile(file, "out")
+
+
+def queue(paths: RunDir, config: ExperimentConfig) -> None:
+    """Submit a job to SLURM and follow it to its end."""
+    paths.job_script.write_text(script([paths.root], config, config.device.value, paths.root, ""))
+    job = submit(paths.job_script, 1)
+    print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
+    follow(job, [log_file(paths.root)], [paths.root])
 
 
 def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:

@@ -12,8 +12,8 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.machine import Hardware, Workload
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.measured import measured_speed, profile_problems
-from realhf.apps.prepare.profile_file import read_profile
+from realhf.apps.profiles.measured import measured_speed, profile_problems
+from realhf.apps.profiles.profile_file import read_profile
 from realhf.base import native
 from realhf.base.errors import UserError
 from realhf.base.host_memory import host_bytes

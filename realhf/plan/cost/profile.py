@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import pi, sqrt
 from statistics import median
 
 import numpy as np
@@ -19,6 +19,7 @@ CACHED_BYTES = 1 << 20
 QUANTIZED_DECODING = 1.6  # of the time of a decoding step without quantization, which profiles measure
 FROZEN_BACKWARD = 0.5  # of the time of a backward pass without the gradients of weights, which profiles do not measure
 TYPICAL_ROWS = 128  # rows of a call if the number is unknown
+IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution in standard deviations
 CLUSTER = "cluster_"  # prefix of measurements between nodes
 
 
@@ -31,6 +32,11 @@ class Point:
     median: float
     high: float
     repeats: int
+
+    @property
+    def median_error(self) -> float:
+        """Relative standard error of the median of normally distributed repeats: its variance is pi/2 of the mean's."""
+        return sqrt(pi / 2 / self.repeats) * (self.high - self.low) / IQR_OF_NORMAL / self.median
 
     def scaled(self, factor: float) -> "Point":
         return replace(self, low=self.low * factor, median=self.median * factor, high=self.high * factor)
@@ -185,14 +191,17 @@ class Profile:
         """Return the expected relative error of an operation (``forward``, ``decode``, ``all_reduce``, ``interface``).
 
         It is the standard error of the regression: the root of the squared relative residuals of all fits of the
-        operation over their degrees of freedom. It does not include errors of shapes or sizes that were not measured.
-        ValueError if the operation was not measured.
+        operation over their degrees of freedom; but not less than the error of the medians, which is all that is known
+        of fits with as many coefficients as points. Errors of shapes and sizes that were not measured are not
+        included. ValueError if the operation was not measured.
         """
         fits = [fit for name, fit in self.fits.items() if operation_of(name) == operation and fit.points]
         if not fits:
             raise ValueError(f"the profile has no measurements of {operation}")
+        freedom = sum(max(0, fit.degrees_of_freedom) for fit in fits)
         squares = sum(residual**2 for fit in fits for residual in fit.residuals)
-        return sqrt(squares / max(1, sum(max(0, fit.degrees_of_freedom) for fit in fits)))
+        noise = [point.median_error**2 for fit in fits for point in fit.points]
+        return sqrt(max(squares / max(1, freedom), sum(noise) / len(noise)))
 
     def excess(self, op: str) -> float:
         """Return the excess over the fit that ``EXCESS_QUANTILE`` of points exceed: memory varies by fragmentation."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from realhf.api.codec import from_json, to_json
 from realhf.base.errors import RunFailed
-from realhf.base.processor import cores
 from realhf.comm.process_groups import Group, destroy_process_group, init_process_group, make_groups
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
+from realhf.plan.cost.processor import cores
 from realhf.plan.cost.profile import CLUSTER, Fit, Profile, ProfiledMachine, fitted, numbers_of_workers
 from realhf.system.profiler import link_probes
 from realhf.system.profiler.probes import Clock, Probe, agreement, sample
@@ -54,8 +54,8 @@ class PointTable:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The workers of a job on ``n_nodes`` nodes, of which this process is number ``rank``."""
+class ClusterWorker:
+    """Worker number ``rank`` of a job on ``n_nodes`` nodes with ``job.n_workers`` each."""
 
     job: ProfileJob
     n_nodes: int
@@ -90,40 +90,40 @@ class Cluster:
         }
 
 
-def measure_cluster(cluster: Cluster, host: str, port: int, key: bytes, log: Log) -> Profile | None:
+def measure_cluster(worker: ClusterWorker, host: str, port: int, key: bytes, log: Log) -> Profile | None:
     """Measure as one worker of a cluster, whose rendezvous store is at ``host``; return the profile on rank 0.
 
     Collective over all workers. Raises RunFailed if the nodes are not alike.
     """
-    job, is_first = cluster.job, cluster.rank == 0
-    clock = make_clock(job, 0, cluster.world)
-    store = init_process_group(host, port, cluster.rank, cluster.world, job.device, TIMEOUT_S, None, key)
-    machine = _common_machine(cluster, store)
-    hosts = tuple(str(rank // cluster.per_node) for rank in range(cluster.world))
-    peers = open_shared_memory_peers(cluster.rank, cluster.world, TIMEOUT_S, hosts) if job.device == "cpu" else None
-    across = cluster.groups_across()
-    groups = make_groups(dict.fromkeys([*cluster.node_groups(), *across.values()]), cluster.rank)
-    points = _measure_nodes(cluster, store, groups, clock, machine.cores, peers, log)
+    job, is_first = worker.job, worker.rank == 0
+    clock = make_clock(job, 0, worker.world)
+    store = init_process_group(host, port, worker.rank, worker.world, job.device, TIMEOUT_S, None, key)
+    machine = _common_machine(worker, store)
+    hosts = tuple(str(rank // worker.per_node) for rank in range(worker.world))
+    peers = open_shared_memory_peers(worker.rank, worker.world, TIMEOUT_S, hosts) if job.device == "cpu" else None
+    across = worker.groups_across()
+    groups = make_groups(dict.fromkeys([*worker.node_groups(), *across.values()]), worker.rank)
+    points = _measure_nodes(worker, store, groups, clock, machine.cores, peers, log)
     if across:
-        points |= _measure_across(cluster, store, groups, clock, machine.cores, log)
+        points |= _measure_across(worker, store, groups, clock, machine.cores, log)
     if is_first:
         _put(store, "fits", FitTable(_fits(points)))
     collectives = _take(store, "fits", FitTable).fits
     job = replace(job, collectives=collectives)
     single = measure_single(log, job)
-    if cluster.node == 0:
-        memory = measure_memory(log, cluster.rank, cluster.per_node, job)
-        _put(store, f"memory/{cluster.rank}", PointTable(memory.points))
+    if worker.node == 0:
+        memory = measure_memory(log, worker.rank, worker.per_node, job)
+        _put(store, f"memory/{worker.rank}", PointTable(memory.points))
     profile = None
     if is_first:
         totals = single.points
-        for rank in range(cluster.per_node):
+        for rank in range(worker.per_node):
             for name, some in _take(store, f"memory/{rank}", PointTable).points.items():
                 totals.setdefault(name, []).extend(some)
         log("calls of the master")
         totals |= measure_calls(job.seconds * OTHER)
         profile = Profile(machine, single.resident, collectives | _fits(totals))
-    _wait_for(store, "end", [0], cluster.rank)  # an early exit would break the connections of other workers
+    _wait_for(store, "end", [0], worker.rank)  # an early exit would break the connections of other workers
     destroy_process_group()
     return profile
 
@@ -141,15 +141,15 @@ def _fits(points: Points) -> dict[str, Fit]:
     return {name: fitted(some) for name, some in points.items() if some and min(p.median for p in some) > 0}
 
 
-def _common_machine(cluster: Cluster, store: dist.Store) -> ProfiledMachine:
+def _common_machine(worker: ClusterWorker, store: dist.Store) -> ProfiledMachine:
     """Return the machine of every node; its cores are those of all workers of a node."""
-    own = WorkerFacts(this_machine(cluster.job.device, cluster.job.threads), tuple(sorted(cores())))
-    _put(store, f"machine/{cluster.rank}", own)
-    facts = [_take(store, f"machine/{rank}", WorkerFacts) for rank in range(cluster.world)]
+    own = WorkerFacts(this_machine(worker.job.device, worker.job.threads), tuple(sorted(cores())))
+    _put(store, f"machine/{worker.rank}", own)
+    facts = [_take(store, f"machine/{rank}", WorkerFacts) for rank in range(worker.world)]
     machines = []
-    for node in range(cluster.n_nodes):
-        workers = [facts[rank] for rank in cluster.node_group(cluster.per_node, node)]
-        n_cores = len(set().union(*(worker.cores for worker in workers))) if cluster.job.device == "cpu" else 0
+    for node in range(worker.n_nodes):
+        workers = [facts[rank] for rank in worker.node_group(worker.per_node, node)]
+        n_cores = len(set().union(*(each.cores for each in workers))) if worker.job.device == "cpu" else 0
         machines.append(replace(workers[0].machine, cores=n_cores))
     for node, machine in enumerate(machines):
         if machine != machines[0]:
@@ -159,7 +159,7 @@ def _common_machine(cluster: Cluster, store: dist.Store) -> ProfiledMachine:
 
 
 def _measure_nodes(
-    cluster: Cluster,
+    worker: ClusterWorker,
     store: dist.Store,
     groups: dict[Ranks, Group],
     clock: Clock,
@@ -169,35 +169,35 @@ def _measure_nodes(
 ) -> Points:
     """Measure communication within each node, on all nodes at the same time."""
     points: Points = {}
-    for n in numbers_of_workers(cluster.per_node):
+    for n in numbers_of_workers(worker.per_node):
         if n > 1:
-            group = groups[cluster.node_group(n, cluster.node)]
+            group = groups[worker.node_group(n, worker.node)]
             if group.index >= 0:
-                points |= group_points(log, group, clock, cluster.job, n_cores, peers)
-            leaders = [node * cluster.per_node for node in range(cluster.n_nodes)]
-            _wait_for(store, f"node/{n}", leaders, cluster.rank)
+                points |= group_points(log, group, clock, worker.job, n_cores, peers)
+            leaders = [node * worker.per_node for node in range(worker.n_nodes)]
+            _wait_for(store, f"node/{n}", leaders, worker.rank)
     return points
 
 
 def _measure_across(
-    cluster: Cluster, store: dist.Store, groups: dict[Ranks, Group], clock: Clock, n_cores: int, log: Log
+    worker: ClusterWorker, store: dist.Store, groups: dict[Ranks, Group], clock: Clock, n_cores: int, log: Log
 ) -> Points:
     """Measure communication between nodes, one group at a time."""
     points: Points = {}
-    for size, ranks in cluster.groups_across().items():
+    for size, ranks in worker.groups_across().items():
         group, workers = groups[ranks], int(size.partition("x")[2])
         if group.index >= 0:
             log(f"collectives between nodes, {size}")
-            share = 1.0 if cluster.job.device == "cuda" else min(1.0, n_cores / (workers * cluster.job.threads))
+            share = 1.0 if worker.job.device == "cuda" else min(1.0, n_cores / (workers * worker.job.threads))
             subjects: list[Iterator[Probe]] = [link_probes.collective_probes(group, clock, f"{CLUSTER}{{}}/{size}")]
             if size == "2x1":
                 subjects.append(link_probes.send_probes(group, clock, f"{CLUSTER}send"))
                 subjects.append(link_probes.exchange_probes(group, clock, None, f"{CLUSTER}exchange"))
             agree = agreement(group, clock.device)
             for probes in subjects:
-                for name, some in sample(list(probes), cluster.job.seconds * OTHER, clock.now, agree).items():
+                for name, some in sample(list(probes), worker.job.seconds * OTHER, clock.now, agree).items():
                     points[name] = [point.scaled(share) for point in some]
-        _wait_for(store, f"across/{size}", [0], cluster.rank)
+        _wait_for(store, f"across/{size}", [0], worker.rank)
     return points
 
 

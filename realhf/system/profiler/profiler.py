@@ -22,11 +22,11 @@ from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
 from realhf.base.host_memory import resident_bytes, trim_heap
-from realhf.base.processor import cores, processor_name, torch_version
 from realhf.comm.process_groups import Group, destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
+from realhf.plan.cost.processor import cores, processor_name, torch_version
 from realhf.plan.cost.profile import (
     Fit,
     Point,

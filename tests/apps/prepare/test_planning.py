@@ -21,13 +21,13 @@ from realhf.api.experiment import RoleSpec, Task
 from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, response_lengths, workload_of
 from realhf.apps.prepare.preflight import plan_report
 from realhf.base.errors import UserError
-from realhf.base.processor import cores, processor_name, torch_version
 from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.hardware import FOLDER
 from realhf.plan.cost.mixed_speed import MixedSpeed
+from realhf.plan.cost.processor import cores, processor_name, torch_version
 from realhf.plan.cost.profile import (
     Fit,
     Profile,

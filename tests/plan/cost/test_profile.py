@@ -1,6 +1,7 @@
 """Fits recover coefficients, profiles round-trip through JSON, and missing measurements are reported."""
 
 from dataclasses import replace
+from math import pi
 
 import pytest
 from hypothesis import given
@@ -174,8 +175,8 @@ def test_excess_of_memory_fits() -> None:
 
 def test_error_is_the_standard_error_of_the_regression() -> None:
     """Two fits of one operation with two points beyond their coefficients; residuals of +-10 % and of 0."""
-    exact = Fit({"call": 1.0}, (point({"call": 1}, 1.0), point({"call": 1}, 1.0)))
-    wrong = Fit({"call": 1.0}, (point({"call": 1}, 1 / 1.1), point({"call": 1}, 1 / 0.9)))
+    exact, wrong = (Fit({"call": 1.0}, tuple(Point({"call": 1}, v, v, v, 1) for v in values))
+                    for values in ((1.0, 1.0), (1 / 1.1, 1 / 0.9)))  # fmt: skip
     fits = {"a/t1/forward": exact, "b/t2/forward": wrong, "all_reduce/2": wrong, "cluster_all_reduce/2x4": exact}
     fits |= {"interface/sft/train_step": wrong, "call": Fit({"call": 1.0}, ()), "a/optimizer": exact}
     profile = Profile(MACHINE, 1e8, fits)
@@ -187,6 +188,12 @@ def test_error_is_the_standard_error_of_the_regression() -> None:
     for missing in ("decode", "call"):  # not measured; without points
         with pytest.raises(ValueError, match=f"no measurements of {missing}"):
             profile.error(missing)
+
+
+def test_the_error_is_not_below_that_of_the_medians() -> None:
+    """Quartiles of 1.349 standard deviations of 10 %; the fit equals its only point."""
+    fit = Fit({"call": 2.0}, (Point({"call": 1}, 2 - 0.1349, 2.0, 2 + 0.1349, 100),))
+    assert Profile(MACHINE, 0.0, {"send": fit}).error("send") == pytest.approx(0.1 * (pi / 2 / 100) ** 0.5)
 
 
 def test_a_fit_without_a_needed_coefficient_is_reported() -> None:

@@ -13,7 +13,7 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.config.launch import RayConfig, SlurmConfig
 from realhf.api.config.option import COUNT, SECONDS, Range, opt
-from realhf.apps.prepare.profile_file import update_profile
+from realhf.apps.profiles.profile_file import update_profile
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import RunFailed, damage_reported
@@ -128,7 +128,7 @@ def work(paths: RunDir, rank: int, address: str) -> None:
     if options.device is Device.cuda:  # before CUDA is initialized
         paths.nccl.mkdir(exist_ok=True)
         os.environ.update(cuda_environment(options.launch_config(), paths, rank))
-    from realhf.system.profiler.cluster import Cluster, measure_cluster
+    from realhf.system.profiler.cluster import ClusterWorker, measure_cluster
     from realhf.system.profiler.profiler import ProfileJob
 
     models = tuple(read_hf_config(path, scalar_head=False) for path in options.model.split(",") if path)
@@ -137,7 +137,7 @@ def work(paths: RunDir, rank: int, address: str) -> None:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     key, start = paths.key.read_bytes(), time.monotonic()
     log = partial(_log, paths.progress, start) if rank == 0 else lambda text: None
-    profile = measure_cluster(Cluster(job, options.n_nodes, rank), host, int(port), key, log)
+    profile = measure_cluster(ClusterWorker(job, options.n_nodes, rank), host, int(port), key, log)
     if profile is not None:
         atomic_write(result_file(paths), to_json(profile))
 

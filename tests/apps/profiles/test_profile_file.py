@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.codec import to_json
-from realhf.apps.prepare.profile_file import read_profile, update_profile
+from realhf.apps.profiles.profile_file import read_profile, update_profile
 from realhf.base.errors import UserError
 from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
 from tests.scaling import examples
@@ -41,6 +41,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ({"fits": {"call": replace(FIT, coefficients={"call": -1.0, "row": 0.0})}}, "coefficient of call is -1.0"),
         ({"fits": {"call": replace(FIT, coefficients={"call": float("inf"), "row": 0.0})}}, "of call is inf"),
         ({"fits": {"call": replace(FIT, points=(replace(POINT, median=0.0),))}}, "the median 0.0, must be > 0"),
+        ({"fits": {"call": replace(FIT, points=(replace(POINT, repeats=0),))}}, "must be > 0, as low and repeats"),
         ({"fits": {"call": replace(FIT, points=(replace(POINT, low=float("nan")),))}}, "must be finite"),
         ({"fits": {"call": replace(FIT, coefficients={"call": 1.0})}}, "counts without a coefficient"),
         ({"fits": {"h8/t1/kept_bytes": replace(FIT, coefficients={"call": 0.0, "row": 0.0})}}, "0 at a point"),
