@@ -1,6 +1,8 @@
 """``realhf profile`` of two nodes as a job of SLURM, and a plan on two nodes that is predicted from it."""
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +17,9 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.plan.cost.mixed_speed import MixedSpeed
 from realhf.plan.cost.profile import message_counts
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
-from tests.conftest import TIMEOUT_S
+from tests.conftest import TIMEOUT_S, reset_signals
 from tests.integration.conftest import PROGRAM, REPOSITORY
+from tests.integration.test_slurm import left, worker_pid
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -95,19 +98,31 @@ def test_two_jobs_at_once_update_one_file(cluster: SlurmCluster, tmp_path: Path)
     assert found.shapes == {SHAPE: (1,)} and found.n_workers == 2
 
 
-def test_a_failed_worker_is_reported_with_its_log(
+def test_a_killed_worker_and_an_interrupt_end_the_job(
     cluster: SlurmCluster, live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
-    """Rotary embeddings need an even head size, which is found in the workers."""
-    odd = LLAMA | {"hidden_size": 36, "head_dim": 9}
-    done = profile(tmp_path)
-    assert done.returncode == 0, done.stdout
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text(json.dumps(odd))
-    before = (tmp_path / "p.json").read_text()
-    done = profile(tmp_path, f"model={tmp_path}/odd")
-    assert done.returncode == 1 and "error: worker " in done.stdout and "worker-" in done.stdout, done.stdout
-    assert (tmp_path / "p.json").read_text() == before
-    (job,) = tmp_path.glob("p-*.job")  # kept, with its logs
-    assert "Traceback" in (job / "logs" / "worker-0.log").read_text() + (job / "logs" / "worker-1.log").read_text()
-    assert not (job / "channel.key").exists() and live_processes(tmp_path) == {}
+    """The directory of a failed job is kept for its logs, that of an interrupted one is removed."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = [f"model={tmp_path}", f"out={tmp_path}/p.json", "mode=slurm", "n_nodes=2", "device=cpu"]
+    kept: set[Path] = set()
+    for is_killed in (True, False):
+        with subprocess.Popen([*PROGRAM, "profile", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, cwd=REPOSITORY, preexec_fn=reset_signals) as process:  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "collectives between nodes" in line:
+                    break
+            (job,) = set(tmp_path.glob("p-*.job")) - kept
+            if is_killed:
+                os.kill(worker_pid(job, 1, live_processes), signal.SIGKILL)
+            else:
+                process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        kept = {job}
+        if is_killed:
+            assert process.returncode == 1 and "error: worker " in output and " ended: killed" in output, output
+            assert (job / "logs" / "worker-1.log").exists() and not (job / "channel.key").exists()
+        else:
+            assert process.returncode == 130 and not job.exists(), output
+        assert not (tmp_path / "p.json").exists()
+        assert left(cluster, tmp_path, live_processes) == ({}, "")
