@@ -32,7 +32,9 @@ def main(root: str, rank: int, address: str) -> None:
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     from realhf.api.messages import Shutdown
     from realhf.apps.prepare.launching import read_run
+    from realhf.apps.profiles.profile_job import work
     from realhf.base.logging import open_log
+    from realhf.base.paths import RunDir
     from realhf.launch.cuda import cuda_environment
     from realhf.launch.network import address_towards, host_of, interface_of
     from realhf.system.transport.channel import ZmqWorker
@@ -43,6 +45,8 @@ def main(root: str, rank: int, address: str) -> None:
     if master := host_of(address):
         own_address = address_towards(master)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))  # the host name may resolve wrongly
+    if RunDir(Path(root)).profile_job.is_file():
+        return work(RunDir(Path(root)), rank, address)
     run = read_run(Path(root))
     if run.device == "cuda":  # before CUDA is initialized
         run.paths.nccl.mkdir(exist_ok=True)

@@ -24,6 +24,8 @@ class RunDir:
     stages = _PathEntry("stages.json")  # of a multi-stage experiment: its name and the completed stages
     stop = _PathEntry("stop")  # present when the run is to end after the current step
     job_script = _PathEntry("slurm.sh")
+    profile_job = _PathEntry("profile_job.json")  # of a profile of several machines, which has no config or plan
+    progress = _PathEntry("progress.txt")  # of a profile
     key = _PathEntry("channel.key")  # of the message channel, present during the run
     metrics = _PathEntry("metrics.jsonl")
     evaluation = _PathEntry("evaluation.jsonl")

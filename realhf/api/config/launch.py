@@ -41,7 +41,7 @@ class PlannerConfig:
     """Assumptions of the cost model, and limits of the plan search."""
 
     profile: str = opt("", "profile of this machine (default: fileroot/profile.json, if it exists)", FILE)
-    hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file", FILE)
+    hardware: str = opt("", "hardware limits of what is not measured: a100, h100, h200, cpu or a YAML file", FILE)
     memory_gb: float | None = opt(None, "memory per worker in GB (default: device, or equal CPU share)", GIGABYTES)
     new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)", POSITIVE)
     env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from realhf.apps.prepare.launching import launch, locked, read_run, stored_run
 from realhf.apps.prepare.recovery import resume, retried
+from realhf.apps.profiles.profile_job import lead
 from realhf.base.errors import RunStopped, UserError
 from realhf.base.paths import RunDir
 from realhf.system.checkpoint.manifest import checkpoints_of, rewind
 
 
 def main(arguments: list[str]) -> None:
+    if arguments and RunDir(Path(arguments[0])).profile_job.is_file():
+        return lead(RunDir(Path(arguments[0])))
     if not 1 <= len(arguments) <= 2 or not RunDir(Path(arguments[0])).plan.is_file():
         raise UserError("usage: realhf master RUN_DIR [LAUNCH], with the config.yaml and plan.json of a run")
     paths = RunDir(Path(arguments[0]))

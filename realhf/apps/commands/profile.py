@@ -1,43 +1,35 @@
-"""``realhf profile``: measures models, links and algorithms on this machine for predictions and plan search."""
+"""``realhf profile``: measures models, links and algorithms of machines for predictions and plan search."""
 
-import json
+import shutil
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from realhf.api.codec import from_json, to_plain
-from realhf.api.config import Device, ExperimentConfig
-from realhf.api.config.option import COUNT, SECONDS, opt
+from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.model_config import ModelConfig
+from realhf.apps.prepare.launching import is_queued
 from realhf.apps.prepare.option_help import options_help
 from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.preflight import Findings, pick_device
+from realhf.apps.profiles.profile_file import read_profile, update_profile
+from realhf.apps.profiles.profile_job import ProfileOptions, lead, write_job
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
-from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+from realhf.launch import launch_problems, missing
+from realhf.launch.slurm_job import follow, log_file, script, submit
 from realhf.plan.cost.profile import Fit, Profile
 
 USAGE = """usage: realhf profile [model=FOLDER_OR_CONFIG[,...]] [key=value ...]
 
 Takes about a minute and a half per model on an otherwise idle machine. Results are added to an existing profile.
+With n_nodes=2 mode=slurm, a job of two nodes measures their links, too.
 """
-
-
-@dataclass
-class ProfileOptions:
-    model: str = opt(
-        "", "comma-separated Hugging Face folders or config.json files; the number of layers does not matter"
-    )
-    n_gpus_per_node: int = opt(1, "number of workers; collectives are measured for 2, 4, ... up to this number", COUNT)
-    device: Device = opt(Device.auto, "cpu, cuda, or auto for cuda if available")
-    bf16: bool = opt(False, "measure the models in bfloat16")
-    threads_per_worker: int = opt(1, "CPU threads per worker", COUNT)
-    seconds: float = opt(90.0, "time per model; less gives a rough profile", SECONDS)
-    out: str = opt("runs/profile.json", "output file")
 
 
 def main(arguments: list[str]) -> None:
@@ -47,6 +39,19 @@ def main(arguments: list[str]) -> None:
         return
     options = updated(ProfileOptions(), arguments)
     device, models, previous = check(options)
+    start, out = time.monotonic(), open_console()
+    if options.mode is Mode.local:
+        profile = measure_here(options, device, models, previous)
+    else:
+        profile = measure_elsewhere(options)
+    out.print(table(profile))
+    out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - start:.0f} s")
+
+
+def measure_here(
+    options: ProfileOptions, device: str, models: tuple[ModelConfig, ...], previous: Profile | None
+) -> Profile:
+    """Measure this machine and return the updated profile."""
     from realhf.system.profiler.profiler import ProfileJob, n_gpus, take_profile, this_machine
 
     machine = this_machine(device, options.threads_per_worker)
@@ -58,43 +63,57 @@ def main(arguments: list[str]) -> None:
     job = ProfileJob(device, options.n_gpus_per_node, options.threads_per_worker, options.bf16, models, options.seconds)
     start, out = time.monotonic(), open_console()
     profile = take_profile(job, lambda text: out.print(f"{time.monotonic() - start:6.1f} s  {text}"))
-    profile = previous + profile if previous else profile
-    write(profile, Path(options.out))
-    out.print(table(profile))
-    out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - start:.0f} s")
+    return update_profile(Path(options.out), profile, "out")
+
+
+def measure_elsewhere(options: ProfileOptions) -> Profile:
+    """Measure in a job of SLURM, or on a Ray cluster, and return the updated profile.
+
+    The directory of the job is beside the output file. It is removed if the job succeeds.
+    """
+    file = Path(options.out).resolve()
+    models = ",".join(str(Path(path).resolve()) for path in options.model.split(",") if path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    paths = RunDir(Path(tempfile.mkdtemp(prefix=f"{file.stem}-", suffix=".job", dir=file.parent)))
+    write_job(paths, replace(options, out=str(file), model=models))
+    try:
+        queue(paths, options.launch_config()) if is_queued(options.launch_config()) else lead(paths)
+    except (KeyboardInterrupt, UserError):
+        shutil.rmtree(paths.root)
+        raise
+    shutil.rmtree(paths.root)
+    return read_profile(file, "out")
+
+
+def queue(paths: RunDir, config: ExperimentConfig) -> None:
+    """Submit a job to SLURM and follow it to its end."""
+    paths.job_script.write_text(script([paths.root], config, config.device.value, paths.root, ""))
+    job = submit(paths.job_script, 1)
+    print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
+    follow(job, [log_file(paths.root)], [paths.root])
 
 
 def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:
     """Return the device, the models, and the existing profile, if any; UserError lists all problems."""
     findings, paths = Findings(), filter(None, options.model.split(","))
     models = [findings.attempt(partial(read_hf_config, path, scalar_head=False), "model: ") for path in paths]
-    device = findings.attempt(lambda: pick_device(ExperimentConfig(device=options.device)))
+    config = options.launch_config()
+    device = findings.attempt(lambda: pick_device(config))
+    findings.invalid += launch_problems(config) + missing(config)
+    if options.mode is Mode.inline:
+        findings.invalid.append("mode=inline: profiles are measured in worker processes; set mode=local")
+    if options.mode is Mode.ray and options.device is Device.auto:
+        findings.invalid.append("mode=ray: set device=cuda or device=cpu")
+    if options.slurm.array_seeds:
+        findings.invalid.append("slurm.array_seeds is for training runs; omit it")
     out, previous = Path(options.out), None
     if out.is_dir():
         findings.invalid.append(f"out={options.out} is a folder, not a file")
     elif out.exists():
-        try:
-            previous = from_json(out.read_text(), Profile)
-        except Exception as error:  # arbitrary file content
-            findings.invalid.append(f"out={options.out} exists and is not a profile ({type(error).__name__}: {error}); "
-                                    "remove it or choose another file")  # fmt: skip
+        previous = findings.attempt(lambda: read_profile(out, "out"))
     findings.report()
     assert device
     return device, tuple(model for model in models if model), previous
-
-
-def write(profile: Profile, path: Path) -> None:
-    """Write a profile atomically, with one line per fit and per point."""
-    plain = to_plain(profile)
-    fits = ",\n".join(f" {json.dumps(name)}: {_fit_lines(fit)}" for name, fit in plain.pop("fits").items())
-    text = json.dumps(plain)[:-1] + f', "fits": {{\n{fits}\n}}}}\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, text)
-
-
-def _fit_lines(fit: dict) -> str:
-    points = ",\n".join(f"   {json.dumps(point)}" for point in fit["points"])
-    return f'{{"coefficients": {json.dumps(fit["coefficients"])}, "points": [\n{points}\n  ]}}'
 
 
 def table(profile: Profile) -> Table:

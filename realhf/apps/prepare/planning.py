@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realhf.api.codec import from_json
 from realhf.api.config import ExperimentConfig, GenerationConfig
 from realhf.api.config.choices import Device
 from realhf.api.execution_plan import ExecutionPlan
@@ -13,6 +12,8 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.machine import Hardware, Workload
 from realhf.api.model_config import ModelConfig
+from realhf.apps.profiles.measured import measured_speed, profile_problems
+from realhf.apps.profiles.profile_file import read_profile
 from realhf.base import native
 from realhf.base.errors import UserError
 from realhf.base.host_memory import host_bytes
@@ -23,7 +24,6 @@ from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.profile import Profile, ProfiledSpeed
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
@@ -65,31 +65,22 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
 def machine_of(
     config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig], roles: Mapping[str, RoleSpec]
 ) -> MachineModel:
-    """Return the machine of the options: profiled, or by its limits if no profile applies (``source`` states why)."""
+    """Return the machine of the options: profiled, or by its limits if no profile applies.
+
+    ``source`` states which parts are measured, or why no profile applies.
+    """
     options, limits = config.planner, limits_of(config, device)
     file = Path(options.profile or Path(config.fileroot) / "profile.json")
-    if options.hardware and options.profile:
-        raise UserError("planner.hardware and planner.profile are both set; set one of them")
     if options.profile and not file.is_file():
         raise UserError(f"planner.profile={file}: there is no such file; make it with realhf profile")
-    if options.hardware or not file.is_file():
+    if (options.hardware and not options.profile) or not file.is_file():
         return limits
-    try:
-        profile = from_json(file.read_text(), Profile)
-    except Exception as error:  # JSON and type errors of many kinds
-        raise UserError(f"planner.profile={file} is not a valid profile ({type(error).__name__}: {error}); make it "
-                        "with realhf profile") from error  # fmt: skip
-    speed = ProfiledSpeed(profile)
-    unknown = [role for role, model in models.items() if not speed.covers(model, bool(roles[role].spec.bf16))]
-    problems = [f"does not include the model of {', '.join(unknown)}"] if unknown else []
-    if profile.machine.device != device:
-        problems.append(f"is of a machine with device={profile.machine.device}")
-    if config.n_nodes > 1:
-        problems.append("does not include links between nodes")
-    if problems:
+    profile = read_profile(file, "planner.profile")
+    if problems := profile_problems(profile, config, device, models, roles):
         return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
+    speed, parts = measured_speed(profile, config, models, roles, limits.hardware)
     hardware = replace(limits.hardware, reserved=profile.resident)
-    return MachineModel(hardware, speed, speed, f"the profile {file}", True)
+    return MachineModel(hardware, speed, speed, f"the profile {file}{parts}", True)
 
 
 def limits_of(config: ExperimentConfig, device: str) -> MachineModel:

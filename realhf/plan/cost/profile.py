@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import pi, sqrt
 from statistics import median
 
 import numpy as np
@@ -18,6 +19,8 @@ CACHED_BYTES = 1 << 20
 QUANTIZED_DECODING = 1.6  # of the time of a decoding step without quantization, which profiles measure
 FROZEN_BACKWARD = 0.5  # of the time of a backward pass without the gradients of weights, which profiles do not measure
 TYPICAL_ROWS = 128  # rows of a call if the number is unknown
+IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution in standard deviations
+CLUSTER = "cluster_"  # prefix of measurements between nodes
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Point:
     median: float
     high: float
     repeats: int
+
+    @property
+    def median_error(self) -> float:
+        """Relative standard error of the median of normally distributed repeats: its variance is pi/2 of the mean's."""
+        return sqrt(pi / 2 / self.repeats) * (self.high - self.low) / IQR_OF_NORMAL / self.median
 
     def scaled(self, factor: float) -> "Point":
         return replace(self, low=self.low * factor, median=self.median * factor, high=self.high * factor)
@@ -42,7 +50,11 @@ class Fit:
     points: tuple[Point, ...]
 
     def __call__(self, counts: Mapping[str, float]) -> float:
-        return sum(self.coefficients[name] * count for name, count in counts.items())
+        """Return the value of the function; ValueError if a count was not measured."""
+        try:
+            return sum(self.coefficients[name] * count for name, count in counts.items())
+        except KeyError as error:
+            raise ValueError(f"a fit of the profile has no coefficient {error}; run realhf profile again") from error
 
     def covers(self, counts: Mapping[str, float]) -> bool:
         return set(counts) <= set(self.coefficients)
@@ -50,6 +62,16 @@ class Fit:
     @property
     def error(self) -> float:
         return median(abs(self(p.counts) / p.median - 1.0) for p in self.points)
+
+    @property
+    def residuals(self) -> tuple[float, ...]:
+        """Relative errors of the fit at its points; a positive one exceeds the measurement."""
+        return tuple(self(p.counts) / p.median - 1.0 for p in self.points)
+
+    @property
+    def degrees_of_freedom(self) -> int:
+        """Number of points beyond that of non-zero coefficients."""
+        return len(self.points) - sum(value > 0 for value in self.coefficients.values())
 
     @property
     def spread(self) -> float:
@@ -100,15 +122,25 @@ def nnls(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ProfiledMachine:
-    """Where a profile is valid. Workers on a CPU share ``cores``; each uses ``threads``."""
+    """Where a profile is valid. Workers on a CPU share ``cores``; each uses ``threads``.
+
+    ``torch`` is the version of the library; profiles of earlier versions do not have it.
+    """
 
     device: str
     processor: str
     cores: int
     threads: int
+    torch: str = ""
 
     def __str__(self) -> str:
-        return f"{self.processor} ({self.cores} cores, {self.threads} threads per worker, {self.device})"
+        torch = f", torch {self.torch}" if self.torch else ""
+        return f"{self.processor} ({self.cores} cores, {self.threads} threads per worker, {self.device}{torch})"
+
+    def differs_from(self, other: "ProfiledMachine") -> bool:
+        """Return True if times on ``other`` may differ: an empty or zero value is unknown and equals any other."""
+        own, others = ((m.device, m.processor, m.cores, m.torch) for m in (self, other))
+        return any(a and b and a != b for a, b in zip(own, others, strict=True))
 
 
 @dataclass(frozen=True)
@@ -116,8 +148,9 @@ class Profile:
     """Measurements of a machine.
 
     Names of ``fits``: ``SHAPE/t2/OP`` (passes of a model shard), ``SHAPE/OP``, ``all_reduce/2`` (two workers),
-    ``send``, ``exchange``, ``host_copy``, ``call`` and ``interface/NAME/METHOD``. ``resident`` is the bytes of a
-    warmed-up worker with a negligible model.
+    ``send``, ``exchange``, ``host_copy``, ``call`` and ``interface/NAME/METHOD``; between nodes
+    ``cluster_all_reduce/2x4`` (four workers on each of two nodes), ``cluster_send`` and ``cluster_exchange``.
+    ``resident`` is the bytes of a warmed-up worker with a negligible model.
     """
 
     machine: ProfiledMachine
@@ -133,6 +166,43 @@ class Profile:
                 degrees.setdefault(shape, set()).add(int(rest[0][1:]))
         return {shape: tuple(sorted(values)) for shape, values in degrees.items()}
 
+    @property
+    def n_workers(self) -> int:
+        """Largest number of workers of a node whose collectives were measured; 1 for none."""
+        return max((size for _, size in self._sizes(CollectiveKind.ALL_REDUCE.value)), default=1)
+
+    @property
+    def cluster_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Groups whose collectives between nodes were measured: numbers of nodes, and of workers on each."""
+        return self._sizes(f"{CLUSTER}{CollectiveKind.ALL_REDUCE.value}")
+
+    def _sizes(self, operation: str) -> tuple[tuple[int, int], ...]:
+        sizes = [name.removeprefix(f"{operation}/") for name in self.fits if name.startswith(f"{operation}/")]
+        pairs = (size.partition("x") for size in sizes)
+        return tuple(sorted((int(a), int(b)) if b else (1, int(a)) for a, _, b in pairs))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Expected relative error of every measured operation; see ``error``."""
+        operations = dict.fromkeys(operation_of(name) for name, fit in self.fits.items() if fit.points)
+        return {operation: self.error(operation) for operation in operations}
+
+    def error(self, operation: str) -> float:
+        """Return the expected relative error of an operation (``forward``, ``decode``, ``all_reduce``, ``interface``).
+
+        It is the standard error of the regression: the root of the squared relative residuals of all fits of the
+        operation over their degrees of freedom; but not less than the error of the medians, which is all that is known
+        of fits with as many coefficients as points. Errors of shapes and sizes that were not measured are not
+        included. ValueError if the operation was not measured.
+        """
+        fits = [fit for name, fit in self.fits.items() if operation_of(name) == operation and fit.points]
+        if not fits:
+            raise ValueError(f"the profile has no measurements of {operation}")
+        freedom = sum(max(0, fit.degrees_of_freedom) for fit in fits)
+        squares = sum(residual**2 for fit in fits for residual in fit.residuals)
+        noise = [point.median_error**2 for fit in fits for point in fit.points]
+        return sqrt(max(squares / max(1, freedom), sum(noise) / len(noise)))
+
     def excess(self, op: str) -> float:
         """Return the excess over the fit that ``EXCESS_QUANTILE`` of points exceed: memory varies by fragmentation."""
         fits = [fit for name, fit in self.fits.items() if name.endswith(f"/{op}")]
@@ -144,6 +214,18 @@ class Profile:
         if newer.machine != self.machine:
             raise ValueError(f"measured on {newer.machine}, not on {self.machine}")
         return Profile(self.machine, newer.resident, {**self.fits, **newer.fits})
+
+
+def numbers_of_workers(maximum: int) -> tuple[int, ...]:
+    """Return the measured numbers of workers: powers of two, and the maximum."""
+    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < maximum} | {maximum}))
+
+
+def operation_of(name: str) -> str:
+    """Return the operation of a fit, such as ``forward`` of ``SHAPE/t2/forward`` and ``send`` of ``send``."""
+    first, *rest = name.split("/")
+    is_group_size = bool(rest) and rest[-1][:1].isdigit()
+    return first if first == "interface" or is_group_size or not rest else rest[-1]
 
 
 def shape_of(config: ModelConfig, bf16: bool) -> str:
@@ -261,7 +343,7 @@ class ProfiledSpeed:
 
     def exchange(self, traffic: Traffic) -> float:
         if traffic.cluster:
-            raise ValueError("a profile has no measurements of links between nodes")
+            raise ValueError("these measurements are of one node, without links between nodes")
         return self._fit("exchange", "", 2)(traffic_counts(traffic))
 
     def host_copy(self, nbytes: float) -> float:

@@ -7,7 +7,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
@@ -36,7 +35,9 @@ CALLS = (8, 128, 512)
 TIMEOUT_S = 60.0
 
 
-def collective_probes(group: Group, clock: Clock) -> Iterator[Probe]:
+def collective_probes(group: Group, clock: Clock, name: str = "") -> Iterator[Probe]:
+    """Yield the probes of collectives; ``name`` has ``{}`` in place of the collective (default: with the size)."""
+    name = name or f"{{}}/{group.size}"
     for nbytes in MESSAGES:
         buffer = torch.zeros(max(1, nbytes // 4 // group.size) * group.size, device=clock.device)
         part = buffer.chunk(group.size)[group.index]  # in place, as in the optimizer
@@ -48,33 +49,39 @@ def collective_probes(group: Group, clock: Clock) -> Iterator[Probe]:
             CollectiveKind.BROADCAST: partial(group.broadcast, buffer, 0),
         }
         for kind, work in collectives.items():
-            yield Probe(((f"{kind.value}/{group.size}", counts),), partial(_timed, clock, work), nbytes + 1e5)
+            yield Probe(((name.format(kind.value), counts),), partial(_timed, clock, work), nbytes + 1e5)
 
 
 def _timed(clock: Clock, work: Callable[[], object], factor: float = 1.0) -> list[float]:
     return [clock.time(work) * factor]
 
 
-def send_probes(rank: int, clock: Clock) -> Iterator[Probe]:
-    """Yield the probes of sending a tensor, as half of a round trip between workers 0 and 1."""
+def send_probes(pair: Group, clock: Clock, name: str = "send") -> Iterator[Probe]:
+    """Yield the probes of sending a tensor, as half of a round trip between the workers of a pair."""
     channel = P2PChannel(clock.device)
+    rank, other = pair.ranks[pair.index], pair.ranks[1 - pair.index]
     for nbytes in MESSAGES:
         tensor = torch.zeros(nbytes // 4, device=clock.device)
 
         def round_trip(tensor: Tensor = tensor) -> None:
-            for sender in (0, 1):
+            for sender in pair.ranks:
                 if rank == sender:
-                    channel.send(tensor, 1 - rank)
+                    channel.send(tensor, other)
                 else:
                     channel.receive(tuple(tensor.shape), tensor.dtype, sender)
             channel.flush()
 
-        yield Probe((("send", message_counts(nbytes)),), partial(_timed, clock, round_trip, 0.5), nbytes + 1e5)
+        yield Probe(((name, message_counts(nbytes)),), partial(_timed, clock, round_trip, 0.5), nbytes + 1e5)
 
 
-def exchange_probes(rank: int, world: int, clock: Clock, peers: SharedMemoryPeers | None) -> Iterator[Probe]:
-    """Yield the probes of exchanges: local copies, one direction, and both directions between workers 0 and 1."""
-    patterns = [((0, 0),)] if world == 1 else [((0, 0), (1, 1)), ((0, 1),), ((0, 1), (1, 0))]
+def exchange_probes(
+    group: Group, clock: Clock, peers: SharedMemoryPeers | None, name: str = "exchange"
+) -> Iterator[Probe]:
+    """Yield the probes of exchanges of one or two workers: local copies, one direction, and both directions."""
+    first, *others = group.ranks
+    patterns: list[tuple[tuple[int, int], ...]] = [((first, first),)]
+    for other in others:
+        patterns = [((first, first), (other, other)), ((first, other),), ((first, other), (other, first))]
     for n_slices, nbytes in EXCHANGES:
         for pairs in patterns:
             copies = [
@@ -82,14 +89,16 @@ def exchange_probes(rank: int, world: int, clock: Clock, peers: SharedMemoryPeer
                 for src, dst in pairs
                 for i in range(n_slices)
             ]
-            counts = traffic_counts(traffic_of(((c.src, (c.dst,), nbytes, 1) for c in copies), world))
-            run = _exchange(copies, rank, world, clock, peers)
-            yield Probe((("exchange", counts),), run, n_slices * (nbytes + 1e4) * len(pairs))
+            one_node = max(group.ranks) + 1
+            counts = traffic_counts(traffic_of(((c.src, (c.dst,), nbytes, 1) for c in copies), one_node))
+            run = _exchange(copies, group, clock, peers)
+            yield Probe(((name, counts),), run, n_slices * (nbytes + 1e4) * len(pairs))
 
 
 def _exchange(
-    copies: Sequence[P2PCopy], rank: int, world: int, clock: Clock, peers: SharedMemoryPeers | None
+    copies: Sequence[P2PCopy], group: Group, clock: Clock, peers: SharedMemoryPeers | None
 ) -> Callable[[], list[float]]:
+    rank, ready = group.ranks[group.index], torch.zeros(1, device=clock.device)
     numel = copies[0].tensor_slice.numel
     source, target = (torch.zeros(len(copies), numel, device=clock.device) for _ in range(2))
     index = {copy.what: i for i, copy in enumerate(copies)}
@@ -101,12 +110,8 @@ def _exchange(
                  peers=peers, copy=copy_box)  # fmt: skip
 
     def run() -> list[float]:
-        if world > 1:
-            dist.barrier()
-        last = torch.tensor(clock.time(work), dtype=torch.float64, device=clock.device)
-        if world > 1:
-            dist.all_reduce(last, dist.ReduceOp.MAX)
-        return [float(last)]
+        group.all_reduce(ready)  # start together
+        return [float(group.all_max(torch.tensor(clock.time(work), dtype=torch.float64, device=clock.device)))]
 
     return run
 

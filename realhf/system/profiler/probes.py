@@ -75,6 +75,8 @@ class Clock:
 
 def sample(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree = float) -> dict[str, list[Point]]:
     """Run the probes in turns for about ``seconds`` and return the points of every kind of work."""
+    if not probes:
+        return {}
     start = now()
     selected, repeats = _select(sorted(probes, key=lambda probe: probe.size), seconds, now, agree)
     samples: list[list[Sequence[float]]] = [[] for _ in selected]

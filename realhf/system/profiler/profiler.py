@@ -4,10 +4,7 @@ Communication is measured on 2, 4, ... workers, models on one: a shard's collect
 """
 
 import multiprocessing
-import os
-import platform
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +21,22 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.base.host_memory import proc_field, resident_bytes, trim_heap
-from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
-from realhf.comm.shared_memory import open_shared_memory_peers
+from realhf.base.host_memory import resident_bytes, trim_heap
+from realhf.comm.process_groups import Group, destroy_process_group, init_process_group, make_groups, open_rendezvous
+from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
-from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine, fitted, message_counts, shape_of
+from realhf.plan.cost.processor import cores, processor_name, torch_version
+from realhf.plan.cost.profile import (
+    Fit,
+    Point,
+    Profile,
+    ProfiledMachine,
+    fitted,
+    message_counts,
+    numbers_of_workers,
+    shape_of,
+)
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler import link_probes
 from realhf.system.profiler.algorithm_probes import METHODS, algorithm_probes
@@ -112,22 +119,12 @@ class ProfileMessage:
 
 def this_machine(device: str, threads: int) -> ProfiledMachine:
     if device == "cuda":
-        return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads)
-    name = proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
-    return ProfiledMachine(device, name, n_cores(), threads)
+        return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads, torch_version())
+    return ProfiledMachine(device, processor_name(device), len(cores()), threads, torch_version())
 
 
 def n_gpus() -> int:
     return torch.cuda.device_count()
-
-
-def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def numbers_of_workers(maximum: int) -> tuple[int, ...]:
-    """Return the measured numbers of workers: powers of two, and the maximum."""
-    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < maximum} | {maximum}))
 
 
 def take_profile(job: ProfileJob, log: Log) -> Profile:
@@ -144,16 +141,16 @@ def take_profile(job: ProfileJob, log: Log) -> Profile:
             fits |= {name: fitted(points) for name, points in result.points.items() if points}
             resident = max(resident, result.resident)
     # workers on other cores run the same probes: in a run they compute, too, and share caches and memory bandwidth
-    n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
+    n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, len(cores()) // job.threads))
     job = replace(job, collectives=fits)
-    single, *_ = _run_workers(_measure_single, [(job,)] * n_busy, log)
+    single, *_ = _run_workers(measure_single, [(job,)] * n_busy, log)
     totals = single.points
-    for memory in _run_workers(_measure_memory, [(index, n_busy, job) for index in range(n_busy)], log):
+    for memory in _run_workers(measure_memory, [(index, n_busy, job) for index in range(n_busy)], log):
         for name, points in memory.points.items():
             totals.setdefault(name, []).extend(points)
     fits |= {name: fitted(points) for name, points in totals.items() if min(p.median for p in points) > 0}
     log("calls of the master")
-    fits |= {name: fitted(points) for name, points in _measure_calls(job.seconds * OTHER).items()}
+    fits |= {name: fitted(points) for name, points in measure_calls(job.seconds * OTHER).items()}
     return Profile(machine, resident + single.resident, fits)
 
 
@@ -214,18 +211,27 @@ def _worker(connection: Connection, measure: Callable[..., ProfileMessage], args
 
 
 def _measure_group(log: Log, rank: int, world: int, port: int, key: bytes, job: ProfileJob) -> ProfileMessage:
-    clock, (_, before) = _clock(job, rank, world), resident_bytes()
+    clock, (_, before) = make_clock(job, rank, world), resident_bytes()
     _store = init_process_group("127.0.0.1", port, rank, world, job.device, TIMEOUT_S, None, key)
     everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
     peers = open_shared_memory_peers(rank, world, TIMEOUT_S) if job.device == "cpu" else None
     resident = float(resident_bytes()[1] - before)
-    agree = agreement(everyone, clock.device)
+    points = group_points(log, everyone, clock, job, len(cores()), peers)
+    destroy_process_group()
+    return ProfileMessage(points=points, resident=resident)
+
+
+def group_points(
+    log: Log, group: Group, clock: Clock, job: ProfileJob, n_cores: int, peers: SharedMemoryPeers | None
+) -> Points:
+    """Measure the communication of a group of workers on a node with ``n_cores``. Collective over the group."""
+    world, agree = group.size, agreement(group, clock.device)
     # a profile holds the seconds of a worker with a core to itself
-    core_share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
-    subjects: dict[str, Iterator[Probe]] = {"collectives": link_probes.collective_probes(everyone, clock)}
+    core_share = 1.0 if job.device == "cuda" else min(1.0, n_cores / (world * job.threads))
+    subjects: dict[str, Iterator[Probe]] = {"collectives": link_probes.collective_probes(group, clock)}
     if world == 2:
-        subjects["sends"] = link_probes.send_probes(rank, clock)
-        subjects["exchanges"] = link_probes.exchange_probes(rank, 2, clock, peers)
+        subjects["sends"] = link_probes.send_probes(group, clock)
+        subjects["exchanges"] = link_probes.exchange_probes(group, clock, peers)
     points: Points = {}
     for subject, probes in subjects.items():
         log(f"{subject} of {world} workers")
@@ -233,17 +239,16 @@ def _measure_group(log: Log, rank: int, world: int, port: int, key: bytes, job: 
             points[name] = [point.scaled(core_share) for point in samples]
     if valid := [model for model in job.models if not strategy_problems(model, ParallelStrategy(tp=world))]:
         log(f"tensor-parallel collectives of {world} workers")
-        mock = MockGroup(world, _clock(job, rank, 1), free)
-        together, alone = ProbeContext.of(everyone, clock, job.bf16), ProbeContext.of(mock, mock.clock, job.bf16)
+        mock = MockGroup(world, make_clock(job, clock.device.index or 0, 1), free)
+        together, alone = ProbeContext.of(group, clock, job.bf16), ProbeContext.of(mock, mock.clock, job.bf16)
         smallest = min(valid, key=lambda model: model.hidden)
         seconds = TP_COLLECTIVES * job.seconds
         points[f"tp_collectives/{world}"] = tp_points(together, alone, smallest, core_share, seconds)
-    destroy_process_group()
-    return ProfileMessage(points=points, resident=resident)
+    return points
 
 
-def _measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
-    clock, points = _clock(job, 0, 1), Points()
+def measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
+    clock, points = make_clock(job, 0, 1), Points()
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(job.context(clock, 1))
     trim_heap()
@@ -264,14 +269,14 @@ def _measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
     shallow = [config for model in job.models for config in reduced_depths(model, *BLOCKS)]
     copies = [*link_probes.host_copy_probes(shallow, clock)]
     if job.n_workers == 1:
-        copies += link_probes.exchange_probes(0, 1, clock, None)
+        copies += link_probes.exchange_probes(SINGLE_RANK_GROUP, clock, None)
     points |= sample(copies, job.seconds * OTHER, clock.now)
     return ProfileMessage(points=points, resident=resident)
 
 
-def _measure_memory(log: Log, index: int, n_workers: int, job: ProfileJob) -> ProfileMessage:
+def measure_memory(log: Log, index: int, n_workers: int, job: ProfileJob) -> ProfileMessage:
     """Measure the memory of every ``n_workers``-th case, starting with ``index``."""
-    clock, points = _clock(job, 0, 1), Points()
+    clock, points = make_clock(job, 0, 1), Points()
     warm_up(job.context(clock, 1))
     log("memory")
     for model, tp in job.shards():
@@ -294,7 +299,7 @@ def drift_corrected(phases: list[Points]) -> list[Points]:
     ]
 
 
-def _clock(job: ProfileJob, rank: int, world: int) -> Clock:
+def make_clock(job: ProfileJob, rank: int, world: int) -> Clock:
     torch.set_num_threads(job.threads)
     device = torch.device("cpu")
     if job.device == "cuda":
@@ -303,7 +308,7 @@ def _clock(job: ProfileJob, rank: int, world: int) -> Clock:
     return Clock(device, job.threads, world)
 
 
-def _measure_calls(seconds: float) -> Points:
+def measure_calls(seconds: float) -> Points:
     key = secrets.token_bytes(TAG_BYTES)
     with closing(ZmqMaster(key, 1)) as master, _processes(link_probes.answer_calls, [(master.address, key)]):
         if not isinstance(master.receive(TIMEOUT_S), Done):

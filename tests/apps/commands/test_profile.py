@@ -11,6 +11,7 @@ from realhf.api.config import Device
 from realhf.apps.commands import profile as command
 from realhf.apps.main import run
 from realhf.apps.prepare.options import updated
+from realhf.apps.profiles.profile_file import update_profile
 from realhf.base.errors import UserError
 from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
 
@@ -32,8 +33,8 @@ def problems(*words: str) -> list[str]:
 
 
 def test_all_invalid_options_are_reported() -> None:
-    found = problems("modle=x", "bf16=perhaps", "here", "device=tpu")
-    assert found[::2] == ["unknown option modle  did you mean model ?", "'here' is not of the form key=value"]
+    found = problems("modell=x", "bf16=perhaps", "here", "device=tpu")
+    assert found[::2] == ["unknown option modell  did you mean model ?", "'here' is not of the form key=value"]
     assert found[1].startswith("bf16=perhaps: expected bool") and found[3].startswith(
         "device=tpu: expected auto|cpu|cuda"
     )
@@ -48,7 +49,7 @@ def test_all_unusable_models_and_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text("[]")
     found = problems(f"model={tmp_path},{tmp_path}/none", f"out={tmp_path}/notes.json", "device=cpu")
     assert len(found) == 3 and "unknown model_type 'lama'" in found[0] and "no model configuration at" in found[1]
-    assert "notes.json exists and is not a profile" in found[2]
+    assert "notes.json is not a valid profile" in found[2]
     assert problems(f"out={tmp_path}", "device=cpu") == [f"out={tmp_path} is a folder, not a file"]
 
 
@@ -61,16 +62,28 @@ def test_options_and_models_are_read(tmp_path: Path) -> None:
     assert [m.hidden for m in models] == [32, 32] and previous is None and device == "cpu"
 
 
-def test_profile_round_trip(tmp_path: Path) -> None:
-    file = tmp_path / "runs" / "profile.json"
-    command.write(PROFILE, file)
-    assert from_json(file.read_text(), Profile) == PROFILE
+def test_existing_profile_is_read(tmp_path: Path) -> None:
+    update_profile(file := tmp_path / "profile.json", PROFILE, "out")
     assert command.check(read(f"out={file}", "device=cpu"))[2] == PROFILE
-    assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["n_nodes=2"], "mode=local runs on this machine only; set n_nodes=1 (got 2), or mode=slurm or mode=ray"),
+        (["mode=inline"], "mode=inline: profiles are measured in worker processes; set mode=local"),
+        (["mode=ray", "device=auto"], "mode=ray: set device=cuda or device=cpu"),
+        (["mode=slurm", "slurm.array_seeds=[1,2]"], "slurm.array_seeds is for training runs; omit it"),
+        (["mode=slurm", "slurm.extra=[hold]"], "slurm.extra: 'hold' is not an option of sbatch; write --name=value"),
+        (["mode=slurm", "device=auto"], "mode=slurm runs workers on other machines; set device=cuda or device=cpu"),
+    ],
+)
+def test_options_of_launches_are_checked(words: list[str], problem: str, tmp_path: Path) -> None:
+    assert problem in problems("device=cpu", f"out={tmp_path}/p.json", *words)
 
 
 def test_profile_of_another_machine_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.write(PROFILE, file := tmp_path / "profile.json")
+    update_profile(file := tmp_path / "profile.json", PROFILE, "out")
     assert run(["profile", f"out={file}", "device=cpu"]) == 2
     assert "is the profile of another machine (abacus (2 cores" in capsys.readouterr().err
     assert from_json(file.read_text(), Profile) == PROFILE

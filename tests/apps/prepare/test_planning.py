@@ -5,15 +5,17 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.codec import to_json
-from realhf.api.config import Device, ExperimentConfig, GenerationConfig, ModelSpec
+from realhf.api.config import Device, ExperimentConfig, GenerationConfig, Mode, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec, Task
 from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, response_lengths, workload_of
@@ -23,6 +25,9 @@ from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.cost.hardware import FOLDER
+from realhf.plan.cost.mixed_speed import MixedSpeed
+from realhf.plan.cost.processor import cores, processor_name, torch_version
 from realhf.plan.cost.profile import (
     Fit,
     Profile,
@@ -34,11 +39,12 @@ from realhf.plan.cost.profile import (
     shape_of,
 )
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
-from realhf.plan.cost.speed import StageShard, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Work
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
 from tests.scaling import examples
 
 ROLES = {"model": RoleSpec(ModelSpec())}
+HERE = ProfiledMachine("cpu", processor_name("cpu"), len(cores()), 1, torch_version())
 MODELS = {"model": LLAMA}
 
 
@@ -132,7 +138,7 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     parts = ("exchange", "part", "copied byte", "rendezvous", "sent part", "sent byte")
     fits["exchange"] = Fit(dict.fromkeys(parts, 1e-9), ())
     fits["call"] = Fit({"call": 1e-3, "row": 0.0}, ())
-    return Profile(ProfiledMachine(device, "abacus", 2, 1), 4e8, fits)
+    return Profile(replace(HERE, device=device), 4e8, fits)
 
 
 def test_a_profile_is_used_if_it_covers_the_run(tmp_path: Path) -> None:
@@ -151,8 +157,8 @@ def test_a_profile_is_used_if_it_covers_the_run(tmp_path: Path) -> None:
     ("device", "n_nodes", "bf16", "why"),
     [
         ("cuda", 1, False, "is of a machine with device=cpu"),
-        ("cpu", 2, False, "does not include links between nodes"),
-        ("cpu", 1, True, "does not include the model of model"),
+        ("cpu", 2, True, "does not include the model of model in bfloat16, only in float32"),
+        ("cpu", 1, True, "does not include the model of model in bfloat16, only in float32"),
     ],
 )
 def test_the_source_states_why_a_profile_is_not_used(
@@ -176,9 +182,68 @@ def test_invalid_profiles_are_errors(tmp_path: Path) -> None:
         (tmp_path / "p.json").write_text(text)
         with pytest.raises(UserError, match="p.json is not a valid profile"):
             machine_of(config, "cpu", MODELS, ROLES)
-    config.planner.hardware = "h100"
-    with pytest.raises(UserError, match="are both set"):
-        machine_of(config, "cpu", MODELS, ROLES)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"processor": "slide rule"}, {"cores": HERE.cores + 2}, {"torch": "1.0.0"}],
+    ids=["processor", "cores", "torch"],
+)
+def test_a_profile_of_another_machine_is_not_used(other: dict[str, Any], tmp_path: Path) -> None:
+    config = config_with(profile=str(tmp_path / "p.json"))
+    profile = profile_of()
+    machine = replace(HERE, **other)
+    (tmp_path / "p.json").write_text(to_json(replace(profile, machine=machine)))
+    found = machine_of(config, "cpu", MODELS, ROLES)
+    assert isinstance(found.speed, Roofline) and not found.is_measured
+    assert found.source == f"the limits of cpu (the profile {tmp_path}/p.json is of {machine}, this machine is {HERE})"
+    config.n_nodes, config.mode = 2, Mode.slurm  # the machine of other nodes is unknown
+    assert machine_of(config, "cpu", MODELS, ROLES).is_measured
+
+
+def test_a_profile_of_an_earlier_version_is_used(tmp_path: Path) -> None:
+    """It has no version of torch."""
+    plain = json.loads(to_json(profile_of()))
+    del plain["machine"]["torch"]
+    (tmp_path / "profile.json").write_text(json.dumps(plain))
+    config = config_with(profile=str(tmp_path / "profile.json"))
+    assert machine_of(config, "cpu", MODELS, ROLES).source == f"the profile {tmp_path}/profile.json"
+
+
+def test_parts_that_are_not_measured_are_from_a_file(tmp_path: Path) -> None:
+    """Links between nodes, then those within a node; the file may be a user's."""
+    (tmp_path / "p.json").write_text(to_json(profile_of()))
+    config = config_with(profile=str(tmp_path / "p.json"))
+    config.n_nodes = 2
+    machine = machine_of(config, "cpu", MODELS, ROLES)
+    assert machine.is_measured and isinstance(machine.speed, MixedSpeed) and machine.footprint is machine.speed
+    assert machine.source == f"the profile {tmp_path}/p.json of {HERE}, with links between nodes from cpu"
+    assert machine.speed.send(10**6, 0, 1) == Roofline(machine.hardware).send(10**6, 0, 1)
+    fast = yaml.safe_load((FOLDER / "a100.yaml").read_text()) | {"name": "mine", "cluster": {"bandwidth": 1e12}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fast))
+    config.planner.hardware, config.n_gpus_per_node = str(tmp_path / "mine.yaml"), 2
+    machine = machine_of(config, "cpu", MODELS, ROLES)
+    assert machine.source.endswith(", with links within a node from mine, links between nodes from mine, "
+                                   "tensor-parallel size 2 from size 1 and the limits of mine")  # fmt: skip
+    assert machine.speed.send(10**6, 0, 2) == 1e-6
+    assert machine.hardware.reserved == 4e8 and machine.hardware.name == "mine"
+
+
+def test_links_between_nodes_are_measured_if_the_profile_has_them(tmp_path: Path) -> None:
+    profile, message = profile_of(), Fit(dict.fromkeys(message_counts(1.0), 1e-6), ())
+    fits = {f"cluster_{kind.value}/2x1": message for kind in CollectiveKind} | {"cluster_send": message}
+    (tmp_path / "p.json").write_text(to_json(replace(profile, fits=profile.fits | fits)))
+    config = config_with(profile=str(tmp_path / "p.json"))
+    config.n_nodes = 3
+    machine = machine_of(config, "cpu", MODELS, ROLES)
+    assert machine.source == f"the profile {tmp_path}/p.json of {HERE}, with links between nodes measured on 2 nodes"
+    assert machine.speed.send(1000, 0, 1) == message(message_counts(1000))
+    file = Roofline(machine.hardware)
+    ratio = file.collective(CollectiveKind.ALL_REDUCE, 8, (0, 1, 2)) / file.collective(
+        CollectiveKind.ALL_REDUCE, 8, (0, 1)
+    )
+    measured = message(message_counts(8))
+    assert machine.speed.collective(CollectiveKind.ALL_REDUCE, 8, (0, 1, 2)) == pytest.approx(ratio * measured)
 
 
 @pytest.fixture
@@ -201,7 +266,29 @@ def test_a_plan_covered_by_the_profile_is_predicted_from_it(generation: Generati
     assert report.machine.source.startswith("the profile ") and report.plan["gen"].layout.strategy.tp == 1
 
 
+@pytest.mark.parametrize("mode", ["t2", "p2", "d2"])
+def test_a_profile_of_one_worker_predicts_parallel_plans(generation: GenerationExperiment, mode: str) -> None:
+    generation.allocation_mode = mode
+    report = plan_report("gen", generation)
+    assert report.machine.source.endswith(", with links within a node from cpu, tensor-parallel size 2 from size 1 and "
+                                          "the limits of cpu")  # fmt: skip
+    assert report.machine.is_measured and report.prediction.seconds > 0
+
+
+def test_a_plan_across_nodes_is_predicted_from_the_profile_of_one(generation: GenerationExperiment) -> None:
+    generation.n_nodes, generation.mode, generation.allocation_mode = 2, Mode.slurm, "search"
+    report = plan_report("gen", generation)
+    assert report.machine.source.startswith("the profile ") and report.plan.n_workers == 4
+    assert "links between nodes from cpu" in report.machine.source and report.prediction.seconds > 0
+
+
 def test_a_plan_not_covered_by_the_profile_is_predicted_from_limits(generation: GenerationExperiment) -> None:
+    """The profile has the degree of two workers, but not its decoding."""
+    path, shape = Path(generation.fileroot) / "profile.json", shape_of(LLAMA, False)
+    profile, message = profile_of(), Fit(dict.fromkeys(message_counts(1.0), 1e-9), ())
+    shards = {name.replace("/t1/", "/t2/"): fit for name, fit in profile.fits.items() if name.endswith("forward")}
+    assert f"{shape}/t2/forward" in shards
+    path.write_text(to_json(replace(profile, fits=profile.fits | shards | {"all_reduce/2": message})))
     generation.allocation_mode = "t2"
     report = plan_report("gen", generation)
     assert report.machine.source.startswith("the limits of cpu (the profile has no measurements of ")

@@ -1,6 +1,7 @@
 """Fits recover coefficients, profiles round-trip through JSON, and missing measurements are reported."""
 
 from dataclasses import replace
+from math import pi
 
 import pytest
 from hypothesis import given
@@ -170,3 +171,41 @@ def test_excess_of_memory_fits() -> None:
     profile = replace(measured().profile, fits={"a/t1/train_bytes": fit, "b/t2/train_bytes": fit, "a/t1/forward": fit})
     assert profile.excess("train_bytes") == pytest.approx(0.5) and profile.excess("forward_bytes") == 0.0
     assert replace(profile, fits={"a/t1/train_bytes": replace(fit, points=points[:19])}).excess("train_bytes") == 0.0
+
+
+def test_error_is_the_standard_error_of_the_regression() -> None:
+    """Two fits of one operation with two points beyond their coefficients; residuals of +-10 % and of 0."""
+    exact, wrong = (Fit({"call": 1.0}, tuple(Point({"call": 1}, v, v, v, 1) for v in values))
+                    for values in ((1.0, 1.0), (1 / 1.1, 1 / 0.9)))  # fmt: skip
+    fits = {"a/t1/forward": exact, "b/t2/forward": wrong, "all_reduce/2": wrong, "cluster_all_reduce/2x4": exact}
+    fits |= {"interface/sft/train_step": wrong, "call": Fit({"call": 1.0}, ()), "a/optimizer": exact}
+    profile = Profile(MACHINE, 1e8, fits)
+    assert profile.error("forward") == pytest.approx((0.02 / 2) ** 0.5)
+    assert profile.error("all_reduce") == profile.error("interface") == pytest.approx(0.02**0.5)
+    assert profile.errors == {"forward": profile.error("forward"), "all_reduce": profile.error("all_reduce"),
+                              "cluster_all_reduce": 0.0, "interface": profile.error("all_reduce"),
+                              "optimizer": 0.0}  # fmt: skip
+    for missing in ("decode", "call"):  # not measured; without points
+        with pytest.raises(ValueError, match=f"no measurements of {missing}"):
+            profile.error(missing)
+
+
+def test_the_error_is_not_below_that_of_the_medians() -> None:
+    """Quartiles of 1.349 standard deviations of 10 %; the fit equals its only point."""
+    fit = Fit({"call": 2.0}, (Point({"call": 1}, 2 - 0.1349, 2.0, 2 + 0.1349, 100),))
+    assert Profile(MACHINE, 0.0, {"send": fit}).error("send") == pytest.approx(0.1 * (pi / 2 / 100) ** 0.5)
+
+
+def test_a_fit_without_a_needed_coefficient_is_reported() -> None:
+    with pytest.raises(ValueError, match="no coefficient 'row'; run realhf profile again"):
+        Fit({"call": 1.0}, ())({"call": 1, "row": 2})
+
+
+def test_machines_differ_by_known_values_only() -> None:
+    machine = ProfiledMachine("cpu", "abacus", 2, 1, "2.13.0")
+    assert not machine.differs_from(machine) and not machine.differs_from(replace(machine, threads=2))
+    for unknown in ({"torch": ""}, {"processor": ""}, {"cores": 0}):
+        assert not machine.differs_from(replace(machine, **unknown))  # type: ignore[arg-type]
+    for other in ({"torch": "2.12.0"}, {"processor": "slide rule"}, {"cores": 4}, {"device": "cuda"}):
+        assert machine.differs_from(replace(machine, **other))  # type: ignore[arg-type]
+    assert "torch 2.13.0" in str(machine) and "torch" not in str(MACHINE)

@@ -56,6 +56,10 @@ def test_smallest_probe_of_every_kind_is_always_run() -> None:
     assert found["huge"][0].repeats == MIN_ROUNDS
 
 
+def test_without_probes_there_are_no_points() -> None:
+    assert sample([], 1.0, FakeWork().now) == {}
+
+
 def test_workers_agree_with_the_first_one() -> None:
     values: list[float] = []
 

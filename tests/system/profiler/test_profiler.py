@@ -6,9 +6,9 @@ import pytest
 
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.plan.cost.profile import ProfiledSpeed
+from realhf.plan.cost.profile import ProfiledSpeed, numbers_of_workers
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
-from realhf.system.profiler.profiler import ProfileJob, numbers_of_workers, take_profile, this_machine
+from realhf.system.profiler.profiler import ProfileJob, take_profile, this_machine
 
 MODEL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)
 SHAPE = "h32-a4k2x8-m64-v64-fp32"

@@ -1,0 +1,22 @@
+"""The identity of this machine, read from the system."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from realhf.plan.cost.processor import cores, processor_name, torch_version
+
+
+def test_name_of_the_first_gpu(tmp_path: Path) -> None:
+    for number, model in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA A100")):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t 1\n")
+    assert processor_name("cuda", tmp_path) == "NVIDIA H100 80GB HBM3"
+    assert processor_name("cuda", tmp_path / "none") == ""
+
+
+def test_this_machine() -> None:
+    assert processor_name("cpu") and cores() == os.sched_getaffinity(0)
+    assert torch_version() == torch.__version__.partition("+")[0]
