@@ -28,7 +28,9 @@ struct Reader {
   LayoutOption option() {
     LayoutOption o{};
     o.ranks = range(), o.holders = range();
-    o.compute = cost(), o.transfer = cost(), o.load = cost(), o.offload = cost();
+    o.compute.resize(integer());
+    for (Cost &c : o.compute) c = cost();
+    o.transfer = cost(), o.load = cost(), o.offload = cost();
     o.transient = real(), o.resident = real();
     return o;
   }

@@ -48,7 +48,8 @@ void list_call_ops(Problem &problem, const int *choice, Scratch &s) {
       ops.push_back({s.ranks[home] | s.ranks[m], realloc.cost});
       s.copy_bytes[m] = realloc.nbytes, s.rings[m] = realloc.rings;
     }
-    ops.push_back({s.ranks[m], option.compute});
+    s.compute_ops[m] = ops.size();
+    ops.push_back({s.ranks[m], {}});
     for (EMASync &sync : problem.ema_syncs) {
       if (sync.after != m) continue;
       const ReallocCost &realloc = sync.costs.at(choice[sync.source], choice[sync.target], problem.fill);
@@ -85,7 +86,7 @@ class Master {
  public:
   Master(const Problem &problem, Scratch &scratch) : problem_(problem), s_(scratch) {
     s_.next.assign(problem.mfcs.size(), 0), s_.done.assign(problem.mfcs.size(), 0);
-    s_.running.assign(problem.mfcs.size(), 0);
+    s_.running.assign(problem.mfcs.size(), 0), s_.n_calls.assign(problem.mfcs.size(), 0);
   }
 
   double seconds_per_step() {
@@ -137,6 +138,8 @@ class Master {
     for (int parent : mfc.parents)
       if (s_.done[parent] < stop) return false;
     s_.next[m] = stop, s_.running[m] = 1;
+    const std::vector<Cost> &costs = s_.assignment[m]->compute;
+    s_.ops[m][s_.compute_ops[m]].cost = costs[s_.n_calls[m]++ % costs.size()];
     return true;
   }
 
@@ -149,7 +152,13 @@ class Master {
 }  // namespace
 
 Scratch::Scratch(size_t n_mfcs)
-    : assignment(n_mfcs), ranks(n_mfcs), holders(n_mfcs), copy_bytes(n_mfcs), rings(n_mfcs), ops(n_mfcs) {}
+    : assignment(n_mfcs),
+      ranks(n_mfcs),
+      holders(n_mfcs),
+      copy_bytes(n_mfcs),
+      rings(n_mfcs),
+      ops(n_mfcs),
+      compute_ops(n_mfcs) {}
 
 Value evaluate(Problem &problem, const int *choice, Scratch &scratch) {
   const int n = static_cast<int>(problem.mfcs.size());

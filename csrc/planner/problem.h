@@ -20,7 +20,8 @@ struct Range {
 
 struct LayoutOption {
   Range ranks, holders;
-  Cost compute, transfer, load, offload;
+  std::vector<Cost> compute;  // by the number of the call, cyclically
+  Cost transfer, load, offload;
   double transient, resident;
 };
 

@@ -106,6 +106,7 @@ def _ints(problem: Problem) -> Iterator[int]:
         yield from (deps.updater, deps.allowed_staleness, deps.home_mfc, deps.batch_size, deps.offloaded, len(options))
         for option in options:
             yield from (option.ranks.start, option.ranks.stop, option.holders.start, option.holders.stop)
+            yield len(option.compute)
     yield len(problem.ema_syncs)
     for sync in problem.ema_syncs:
         yield from (sync.after, sync.source, sync.target)
@@ -115,6 +116,6 @@ def _reals(problem: Problem) -> Iterator[float]:
     yield from (problem.capacity, problem.call_seconds, problem.cores)
     for options in problem.table:
         for option in options:
-            for cost in (option.compute, option.transfer, option.load, option.offload):
+            for cost in (*option.compute, option.transfer, option.load, option.offload):
                 yield from (cost.seconds, cost.core_seconds)
             yield from (option.transient, option.resident)

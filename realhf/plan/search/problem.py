@@ -17,14 +17,15 @@ Choice = tuple[int, ...]  # the option number of every MFC, in the order of ``gr
 class LayoutOption:
     """One way to run an MFC on ``ranks``; its output rows are stored on ``holders``, the ranks of its last stage.
 
-    Costs are per call. Bytes are the maximum over workers: ``transient`` during the call, ``resident`` all the time if
-    this is the home layout of the role (for offloaded roles: while one of their calls runs). ``load`` and ``offload``
-    are used if this is the home layout of an offloaded role.
+    Costs are per call. Calls have different rows: ``compute`` is by the number of the call, cyclically. Bytes are the
+    maximum over workers: ``transient`` during the call, ``resident`` all the time if this is the home layout of the
+    role (for offloaded roles: while one of their calls runs). ``load`` and ``offload`` are used if this is the home
+    layout of an offloaded role.
     """
 
     ranks: range
     holders: range
-    compute: Cost
+    compute: tuple[Cost, ...]
     transfer: Cost = FREE
     transient: float = 0.0
     resident: float = 0.0

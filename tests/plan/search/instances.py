@@ -1,6 +1,7 @@
 """Random planning problems, with a layout for each option, so that choices can be simulated."""
 
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from realhf.api.execution_plan import ExecutionPlan, Placement
@@ -31,7 +32,12 @@ class Instance:
         workload = Workload(((3,), (5,), (4,)), (2, 6), 2) if sampled else Workload(((3, 4), (5,), (4, 1, 7)))
         schedule = TrainSchedule(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
 
+        numbers = {m.name: count() for m in p.graph.mfcs}
+
         def price(call: PrepareCall, instruction: Instruction) -> Cost:
+            if isinstance(instruction, Compute):
+                costs = p.options[call.mfc][assignment[call.mfc]].compute
+                return costs[next(numbers[call.mfc]) % len(costs)]
             return price_of(p, assignment, call.mfc, instruction)
 
         return simulate(p.graph, plan, price, schedule, workload, p.call_seconds, p.cores, p.max_staleness)
@@ -45,8 +51,6 @@ def price_of(p: Problem, assignment: dict[str, int], mfc: str, instruction: Inst
     match instruction:
         case Transfer():
             return option.transfer
-        case Compute():
-            return option.compute
         case Release():
             return FREE
         case Load(role):
@@ -84,7 +88,7 @@ def random_instance(
             LayoutOption(
                 range(min(x.mesh.ranks), max(x.mesh.ranks) + 1),
                 range(min(x.dp_heads()), max(x.dp_heads()) + 1),
-                cost(),
+                tuple(cost() for _ in range(random.choice((1, 1, 2, 3)))),
                 cost(),
                 random.uniform(0, 4),
                 random.uniform(0, 4),
