@@ -39,7 +39,7 @@ struct Reader {
     Mfc m{};
     m.parents = integers(), m.row_sources = integers();
     m.updater = integer(), m.allowed_staleness = integer(), m.home_mfc = integer(), m.batch_size = integer();
-    m.offloaded = integer();
+    m.offloaded = integer(), m.after_filter = integer();
     m.options.resize(integer());
     for (LayoutOption &o : m.options) o = option();
     return m;
@@ -50,6 +50,7 @@ Problem read(Reader in, FillEntry fill) {
   Problem p{};
   p.fill = fill;
   p.batch_size = in.integer(), p.n_steps = in.integer(), p.n_steady_steps = in.integer(), p.max_staleness = in.integer();
+  p.filter_mfc = in.integer();
   p.capacity = in.real(), p.call_seconds = in.real(), p.cores = in.real();
   p.order = in.integers();
   const int n = static_cast<int>(p.order.size());

@@ -134,6 +134,8 @@ class Master {
     const int step = s_.next[m] / problem_.batch_size;
     if (s_.running[m] || step >= n_fetched_) return false;
     if (mfc.updater >= 0 && s_.done[mfc.updater] < (step - mfc.allowed_staleness) * problem_.batch_size) return false;
+    if (problem_.filter_mfc >= 0 && s_.done[problem_.filter_mfc] < (step + mfc.after_filter) * problem_.batch_size)
+      return false;
     const int stop = std::min(s_.next[m] + mfc.batch_size, (step + 1) * problem_.batch_size);
     for (int parent : mfc.parents)
       if (s_.done[parent] < stop) return false;

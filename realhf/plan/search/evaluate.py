@@ -1,7 +1,6 @@
 """Evaluation of a choice of options: seconds per step and peak memory of a worker, bit for bit as in csrc/planner."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 
@@ -21,9 +20,8 @@ class PythonEvaluator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        calls = (replace(m, resamples=0) for m in problem.graph.mfcs)  # the expected number of resamples is unknown
-        self._graph = replace(problem.graph, mfcs=tuple(calls), evaluation=())
         size = problem.batch_size
+        # without resamples, whose expected number is unknown
         self._schedule = TrainSchedule(size, size * problem.n_steps, problem.n_steps)
         self.evaluate = lru_cache(1 << 16)(self._evaluate)
 
@@ -47,7 +45,7 @@ class PythonEvaluator:
             return scheduler.advance(action.mfc if isinstance(action, StartCall) else None, action.span)
 
         queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
-        scheduler = Scheduler(self._graph, self._schedule, problem.max_staleness)
+        scheduler = Scheduler(problem.graph, self._schedule, problem.max_staleness)
         _, ends = run_calls(queues, scheduler.fetch_ahead(), on_finished, make_ops)
         n = problem.n_steady_steps
         return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)

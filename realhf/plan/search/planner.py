@@ -111,8 +111,8 @@ class Planner:
             result = search(problem, choices, seed, self.max_evaluations, time_left)
             if result.fits:
                 break
-        best = self._plan_of_choice(table, result.choice)
-        found = [self._plan_of_choice(table, choice) for choice in result.leaders[:N_SIMULATED]]
+        best = self.plan_of_choice(table, result.choice)
+        found = [self.plan_of_choice(table, choice) for choice in result.leaders[:N_SIMULATED]]
         known = [plan for plan, _ in simulated]
         simulated += self._simulate([plan for plan in found if plan not in known], deadline)
         best, prediction = min(simulated, key=lambda pair: pair[1].seconds, default=(best, None))
@@ -138,7 +138,7 @@ class Planner:
                 break
         return found
 
-    def _plan_of_choice(self, table: Table, choice: Choice) -> ExecutionPlan:
+    def plan_of_choice(self, table: Table, choice: Choice) -> ExecutionPlan:
         placements = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True)}
         return ExecutionPlan(self.n_workers, placements)
 

@@ -1,11 +1,11 @@
 """Random planning problems, with a layout for each option, so that choices can be simulated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
 from realhf.api.execution_plan import ExecutionPlan, Placement
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync, graph_problems
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
@@ -132,6 +132,7 @@ def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
         outputs = tuple(f"{i}to{c}" for c in range(n_mfcs) if i in parents[c])
         size = random.choice((batch, batch, random.randint(1, batch)))
         mfcs.append(MFC(f"m{i}", role, random.choice(kinds), InterfaceSpec("any"), inputs, outputs, size))
+    mfcs = _with_filter(random, mfcs)
     names = {m.role for m in mfcs if m.role}
     trainers = {m.role: m.name for m in mfcs if m.is_train}
     syncs = [
@@ -142,6 +143,13 @@ def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
     ]
     offloaded = tuple(sorted(r for r in names if random.random() < 0.2))
     return Graph(tuple(mfcs), tuple(syncs[:1]), offloaded)
+
+
+def _with_filter(random: Random, mfcs: list[MFC]) -> list[MFC]:
+    """Let a random MFC filter rows, if all training calls then read filtered rows."""
+    number = random.randrange(len(mfcs))
+    filtered = [replace(m, resamples=2) if i == number and m.outputs else m for i, m in enumerate(mfcs)]
+    return filtered if random.random() < 0.8 and not graph_problems(tuple(filtered)) else mfcs
 
 
 def _layouts(random: Random, mfc: MFC, graph: Graph, batch: int, n_ranks: int, n_options: int) -> list[Layout]:
