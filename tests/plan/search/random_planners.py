@@ -46,7 +46,7 @@ def random_planner(seed: int, name: str = "", hardware: Hardware | None = None, 
     tokens = random.choice((64, 512, 4096))
     limits = {mfc.name: MicroBatching(random.choice((1, 1, 2)), tokens) for mfc in graph.mfcs}
     calls = Candidates(cost, memory, hardware, experiment.dataset.train_bs_n_seqs, limits)
-    return Planner(graph, calls, n_workers, experiment.max_staleness, max_evaluations=1500)
+    return Planner(graph, calls, n_workers, experiment.max_staleness, max_evaluations=5000)
 
 
 def random_experiment(random: Random, name: str) -> Experiment:
