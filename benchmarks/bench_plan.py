@@ -91,11 +91,11 @@ def fastest_layouts(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> It
         seconds = overhead * (alone / n + MIN_FRACTION * alone / NODE / (tp * pp))
         ranks, share = range(layout.mesh.ranks[0], layout.mesh.ranks[-1] + 1), nbytes / (tp * pp)
         resident = share * (3 + 6 / dp if trained else 1)
-        option = LayoutOption(ranks, ranks[-dp * tp :], Cost(seconds, seconds * n), Cost(0.01, 0.0), 6e9, resident)
+        option = LayoutOption(ranks, ranks[-dp * tp :], (Cost(seconds, seconds * n),), Cost(0.01, 0.0), 6e9, resident)
         if resident + 6e9 <= CAPACITY:
             by_mesh.setdefault(ranks, []).append((option, layout))
     for some in by_mesh.values():
-        yield from sorted(some, key=lambda pair: pair[0].compute.seconds)[:per_mesh]
+        yield from sorted(some, key=lambda pair: pair[0].compute[0].seconds)[:per_mesh]
 
 
 def plans_per_second(evaluator: PythonEvaluator | CppEvaluator, problem: Problem, n: int, seed: int) -> float:

@@ -28,7 +28,9 @@ struct Reader {
   LayoutOption option() {
     LayoutOption o{};
     o.ranks = range(), o.holders = range();
-    o.compute = cost(), o.transfer = cost(), o.load = cost(), o.offload = cost();
+    o.compute.resize(integer());
+    for (Cost &c : o.compute) c = cost();
+    o.transfer = cost(), o.load = cost(), o.offload = cost();
     o.transient = real(), o.resident = real();
     return o;
   }
@@ -37,7 +39,7 @@ struct Reader {
     Mfc m{};
     m.parents = integers(), m.row_sources = integers();
     m.updater = integer(), m.allowed_staleness = integer(), m.home_mfc = integer(), m.batch_size = integer();
-    m.offloaded = integer();
+    m.offloaded = integer(), m.after_filter = integer();
     m.options.resize(integer());
     for (LayoutOption &o : m.options) o = option();
     return m;
@@ -48,6 +50,7 @@ Problem read(Reader in, FillEntry fill) {
   Problem p{};
   p.fill = fill;
   p.batch_size = in.integer(), p.n_steps = in.integer(), p.n_steady_steps = in.integer(), p.max_staleness = in.integer();
+  p.filter_mfc = in.integer();
   p.capacity = in.real(), p.call_seconds = in.real(), p.cores = in.real();
   p.order = in.integers();
   const int n = static_cast<int>(p.order.size());

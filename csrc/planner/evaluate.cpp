@@ -48,7 +48,8 @@ void list_call_ops(Problem &problem, const int *choice, Scratch &s) {
       ops.push_back({s.ranks[home] | s.ranks[m], realloc.cost});
       s.copy_bytes[m] = realloc.nbytes, s.rings[m] = realloc.rings;
     }
-    ops.push_back({s.ranks[m], option.compute});
+    s.compute_ops[m] = ops.size();
+    ops.push_back({s.ranks[m], {}});
     for (EMASync &sync : problem.ema_syncs) {
       if (sync.after != m) continue;
       const ReallocCost &realloc = sync.costs.at(choice[sync.source], choice[sync.target], problem.fill);
@@ -85,7 +86,7 @@ class Master {
  public:
   Master(const Problem &problem, Scratch &scratch) : problem_(problem), s_(scratch) {
     s_.next.assign(problem.mfcs.size(), 0), s_.done.assign(problem.mfcs.size(), 0);
-    s_.running.assign(problem.mfcs.size(), 0);
+    s_.running.assign(problem.mfcs.size(), 0), s_.n_calls.assign(problem.mfcs.size(), 0);
   }
 
   double seconds_per_step() {
@@ -133,10 +134,14 @@ class Master {
     const int step = s_.next[m] / problem_.batch_size;
     if (s_.running[m] || step >= n_fetched_) return false;
     if (mfc.updater >= 0 && s_.done[mfc.updater] < (step - mfc.allowed_staleness) * problem_.batch_size) return false;
+    if (problem_.filter_mfc >= 0 && s_.done[problem_.filter_mfc] < (step + mfc.after_filter) * problem_.batch_size)
+      return false;
     const int stop = std::min(s_.next[m] + mfc.batch_size, (step + 1) * problem_.batch_size);
     for (int parent : mfc.parents)
       if (s_.done[parent] < stop) return false;
     s_.next[m] = stop, s_.running[m] = 1;
+    const std::vector<Cost> &costs = s_.assignment[m]->compute;
+    s_.ops[m][s_.compute_ops[m]].cost = costs[s_.n_calls[m]++ % costs.size()];
     return true;
   }
 
@@ -149,7 +154,13 @@ class Master {
 }  // namespace
 
 Scratch::Scratch(size_t n_mfcs)
-    : assignment(n_mfcs), ranks(n_mfcs), holders(n_mfcs), copy_bytes(n_mfcs), rings(n_mfcs), ops(n_mfcs) {}
+    : assignment(n_mfcs),
+      ranks(n_mfcs),
+      holders(n_mfcs),
+      copy_bytes(n_mfcs),
+      rings(n_mfcs),
+      ops(n_mfcs),
+      compute_ops(n_mfcs) {}
 
 Value evaluate(Problem &problem, const int *choice, Scratch &scratch) {
   const int n = static_cast<int>(problem.mfcs.size());

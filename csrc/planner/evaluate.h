@@ -20,6 +20,7 @@ struct Scratch {
   std::vector<RankSet> ranks, holders;
   std::vector<double> copy_bytes, rings;
   std::vector<std::vector<OpSpec>> ops;
+  std::vector<size_t> compute_ops, n_calls;  // the number of the computing operation; calls so far
   std::vector<int> bounds, next, done, batch;
   std::vector<char> running;
   int n_rank_classes = 0;

@@ -20,7 +20,8 @@ struct Range {
 
 struct LayoutOption {
   Range ranks, holders;
-  Cost compute, transfer, load, offload;
+  std::vector<Cost> compute;  // by the number of the call, cyclically
+  Cost transfer, load, offload;
   double transient, resident;
 };
 
@@ -59,7 +60,7 @@ class CostTable {
 struct Mfc {
   std::vector<int> parents, row_sources;
   int updater, allowed_staleness, home_mfc, batch_size;
-  bool offloaded;
+  bool offloaded, after_filter;
   std::vector<LayoutOption> options;
   std::vector<CostTable> reallocs;  // one if the home MFC is another MFC, else none
 };
@@ -73,7 +74,7 @@ struct Problem {
   std::vector<Mfc> mfcs;
   std::vector<int> order;
   std::vector<EMASync> ema_syncs;
-  int batch_size, n_steps, n_steady_steps, max_staleness;
+  int batch_size, n_steps, n_steady_steps, max_staleness, filter_mfc;
   double capacity, call_seconds, cores;
   FillEntry fill;
 };

@@ -54,14 +54,17 @@ class Candidates:
 
     def of(self, mfc: MFC, layout: Layout, share: float = 1.0) -> Candidate:
         """Return a candidate with the fastest micro-batching that fits in a ``share`` of memory, or the smallest."""
-        first, ranks = layout.mesh.ranks[0], layout.mesh.ranks
-        # the cost of contiguous ranks depends on their position relative to node boundaries
-        is_contiguous = ranks == tuple(range(first, first + len(ranks)))
-        key = (mfc.name, layout.strategy, first % self.hardware.node_size if is_contiguous else layout.mesh)
+        key = self.key(mfc, layout)
         if (key, share) not in self._candidates:
             self._candidates[key, share] = self._best(mfc, layout, key, share * self.capacity)
         candidate = self._candidates[key, share]
         return replace(candidate, placement=replace(candidate.placement, layout=layout))
+
+    def key(self, mfc: MFC, layout: Layout) -> Key:
+        """Return what determines costs: contiguous ranks only by their position relative to node boundaries."""
+        first, ranks = layout.mesh.ranks[0], layout.mesh.ranks
+        is_contiguous = ranks == tuple(range(first, first + len(ranks)))
+        return mfc.name, layout.strategy, first % self.hardware.node_size if is_contiguous else layout.mesh
 
     def _best(self, mfc: MFC, layout: Layout, key: Key, available: float) -> Candidate:
         rows, sizes = self.rows(mfc, layout.strategy.dp), dict[MicroBatching, float]()

@@ -100,12 +100,15 @@ class CppEvaluator:
 def _ints(problem: Problem) -> Iterator[int]:
     """Yield the integers of a problem, and ``_reals`` its other numbers, in the order of csrc/planner/api.cpp."""
     yield from (problem.batch_size, problem.n_steps, problem.n_steady_steps, problem.max_staleness)
+    yield problem.filter_mfc
     yield from (len(problem.order), *problem.order)
     for deps, options in zip(problem.deps, problem.table, strict=True):
         yield from (len(deps.parents), *deps.parents, len(deps.row_sources), *deps.row_sources)
-        yield from (deps.updater, deps.allowed_staleness, deps.home_mfc, deps.batch_size, deps.offloaded, len(options))
+        yield from (deps.updater, deps.allowed_staleness, deps.home_mfc, deps.batch_size, deps.offloaded)
+        yield from (deps.after_filter, len(options))
         for option in options:
             yield from (option.ranks.start, option.ranks.stop, option.holders.start, option.holders.stop)
+            yield len(option.compute)
     yield len(problem.ema_syncs)
     for sync in problem.ema_syncs:
         yield from (sync.after, sync.source, sync.target)
@@ -115,6 +118,6 @@ def _reals(problem: Problem) -> Iterator[float]:
     yield from (problem.capacity, problem.call_seconds, problem.cores)
     for options in problem.table:
         for option in options:
-            for cost in (option.compute, option.transfer, option.load, option.offload):
+            for cost in (*option.compute, option.transfer, option.load, option.offload):
                 yield from (cost.seconds, cost.core_seconds)
             yield from (option.transient, option.resident)

@@ -1,8 +1,8 @@
 """Evaluation of a choice of options: seconds per step and peak memory of a worker, bit for bit as in csrc/planner."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 
 from realhf.api.machine import Cost
 from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
@@ -20,9 +20,8 @@ class PythonEvaluator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        calls = (replace(m, resamples=0) for m in problem.graph.mfcs)  # the expected number of resamples is unknown
-        self._graph = replace(problem.graph, mfcs=tuple(calls), evaluation=())
         size = problem.batch_size
+        # without resamples, whose expected number is unknown
         self._schedule = TrainSchedule(size, size * problem.n_steps, problem.n_steps)
         self.evaluate = lru_cache(1 << 16)(self._evaluate)
 
@@ -36,15 +35,17 @@ class PythonEvaluator:
         problem = self.problem
         assignment = Assignment(problem, choice)
         ops = {m.name: assignment.call_ops(i) for i, m in enumerate(problem.graph.mfcs)}
+        numbers = {m.name: count() for m in problem.graph.mfcs}
 
         def make_ops(call: StartCall) -> CallOps:
-            return CallOps(call, [Op(ranks, cost) for ranks, cost in ops[call.mfc]])
+            number = next(numbers[call.mfc])
+            return CallOps(call, [Op(ranks, costs[number % len(costs)]) for ranks, costs in ops[call.mfc]])
 
         def on_finished(action: FetchRows | StartCall) -> Sequence[Decision]:
             return scheduler.advance(action.mfc if isinstance(action, StartCall) else None, action.span)
 
         queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
-        scheduler = Scheduler(self._graph, self._schedule, problem.max_staleness)
+        scheduler = Scheduler(problem.graph, self._schedule, problem.max_staleness)
         _, ends = run_calls(queues, scheduler.fetch_ahead(), on_finished, make_ops)
         n = problem.n_steady_steps
         return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)
@@ -74,22 +75,25 @@ class Assignment:
         home = self.problem.deps[mfc].home_mfc
         return None if home in (-1, mfc) else self.problem.realloc_cost(mfc, self.choice[mfc], self.choice[home])
 
-    def call_ops(self, mfc: int) -> list[tuple[list[int], Cost]]:
-        """Return rank classes and cost of each operation of a call (plan/compile/program.py), row transfer first."""
+    def call_ops(self, mfc: int) -> list[tuple[list[int], tuple[Cost, ...]]]:
+        """Return rank classes and costs of each operation of a call (plan/compile/program.py), row transfer first.
+
+        The costs are by the number of the call, cyclically.
+        """
         problem, option, deps = self.problem, self.options[mfc], self.problem.deps[mfc]
         holders = (self.options[source].holders for source in deps.row_sources)
         ops = [(self.rank_classes(option.ranks), option.compute)]
         if realloc := self.realloc_cost(mfc):
-            ops.insert(0, (self.rank_classes(self.options[deps.home_mfc].ranks, option.ranks), realloc.cost))
+            ops.insert(0, (self.rank_classes(self.options[deps.home_mfc].ranks, option.ranks), (realloc.cost,)))
         for number, sync in enumerate(problem.ema_syncs):
             if sync.after == mfc:
                 ranks = self.rank_classes(*(self.options[home].ranks for home in (sync.source, sync.target)))
-                ops.append((ranks, problem.sync_cost(number, self.choice[sync.source], self.choice[sync.target])))
+                ops.append((ranks, (problem.sync_cost(number, self.choice[sync.source], self.choice[sync.target]),)))
         if deps.offloaded:
             home = self.options[deps.home_mfc]
             ranks = self.rank_classes(home.ranks)
-            ops = [(ranks, home.load), *ops, (ranks, home.offload)]
-        return [(self.rank_classes(option.ranks, *holders), option.transfer), *ops]
+            ops = [(ranks, (home.load,)), *ops, (ranks, (home.offload,))]
+        return [(self.rank_classes(option.ranks, *holders), (option.transfer,)), *ops]
 
 
 def peak_bytes(assignment: Assignment) -> float:

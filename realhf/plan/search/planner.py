@@ -4,7 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import inf
+from operator import itemgetter
 
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph, Sync
@@ -15,6 +17,7 @@ from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.memory import Bytes
+from realhf.plan.search.call_costs import CallCosts
 from realhf.plan.search.candidates import Candidate, Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
@@ -25,16 +28,26 @@ from realhf.plan.search.timeline import Alternative, Prediction
 N_STEPS = 3  # simulated steps: the first one fills the pipeline of calls, the others are alike
 MEMORY_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of a worker's memory available to each call; the first one with which all calls fit together is used."""
-CLOSE = 1.1  # heuristic plans within this factor of the best are predicted: a search approximates transfers
+N_SIMULATED = 12
+"""Simulated plans of a search, in addition to those of heuristics: its tables approximate transfers of rows."""
+N_ALTERNATIVES = 3  # simulated layouts of a call, of which the best is the alternative
 Table = Mapping[str, Sequence[Candidate]]  # the candidates of every MFC
 
 
 @dataclass(frozen=True)
 class PlannedSearch:
+    """The best plan, its simulation, and the search over tables, whose seconds are approximations."""
+
     plan: ExecutionPlan
+    prediction: Prediction
     result: SearchResult
     problem: Problem
     table: Table
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step, as ``Planner.predict`` returns them."""
+        return self.prediction.seconds
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,19 @@ class Planner:
         return self.calls.hardware.cores * max(1, self.n_workers // self.calls.hardware.node_size)
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
-        n_steps = N_STEPS + self.max_staleness
-        schedule = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
         cost = self.calls.cost
-        timeline = simulate(self.graph, plan, cost.price(plan), schedule, cost.workload, cost.speed.call, self.cores,
-                            self.max_staleness)  # fmt: skip
+        timeline = simulate(self.graph, plan, cost.price(plan), self._schedule, cost.workload, cost.speed.call,
+                            self.cores, self.max_staleness)  # fmt: skip
         return Prediction(timeline, self._memory_of(plan))
+
+    @property
+    def _schedule(self) -> TrainSchedule:
+        n_steps = N_STEPS + self.max_staleness
+        return TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
+
+    @cached_property
+    def _call_costs(self) -> CallCosts:
+        return CallCosts(self.calls.cost, self._schedule)
 
     def by_heuristic(self, name: str) -> ExecutionPlan:
         """Return the plan of a heuristic; if its calls do not fit together, each must fit in a smaller share."""
@@ -73,41 +93,54 @@ class Planner:
                 break
         return plan
 
-    def search(self, seed: int = 1, budget_s: float = 60.0) -> PlannedSearch:
-        """Return the best plan found within ``budget_s`` seconds, never worse than that of a heuristic."""
+    def search(self, seed: int = 1, budget_s: float = 60.0, starts: Sequence[ExecutionPlan] = ()) -> PlannedSearch:
+        """Return the best plan found within ``budget_s`` seconds.
+
+        It is never slower than a heuristic plan or one of ``starts`` that fits: these and the best plans of a search
+        over tables are simulated, and the fastest is returned. ``starts`` may be plans for fewer workers.
+        """
         deadline = time.monotonic() + budget_s
+        plans = [*(replace(plan, n_workers=self.n_workers) for plan in starts), *self._heuristic_plans()]
+        chosen, begin = [plan_layouts(plan) for plan in plans], time.monotonic()
+        simulated = self._simulate(plans)
+        reserved_s = N_SIMULATED / max(1, len(simulated)) * (time.monotonic() - begin)
+        for share in MEMORY_SHARES[::2]:
+            table = self.candidates(chosen, share)
+            problem, time_left = self.problem(table), deadline - time.monotonic() - reserved_s
+            choices = [find_choice(table, some) for some in chosen]
+            result = search(problem, choices, seed, self.max_evaluations, time_left)
+            if result.fits:
+                break
+        best = self.plan_of_choice(table, result.choice)
+        found = [self.plan_of_choice(table, choice) for choice in result.leaders[:N_SIMULATED]]
+        known = [plan for plan, _ in simulated]
+        simulated += self._simulate([plan for plan in found if plan not in known], deadline)
+        best, prediction = min(simulated, key=lambda pair: pair[1].seconds, default=(best, None))
+        return PlannedSearch(best, prediction or self.predict(best), result, problem, table)
+
+    def _heuristic_plans(self) -> list[ExecutionPlan]:
         plans: list[ExecutionPlan] = []
         for name in HEURISTICS:
             with suppress(ValueError):  # a profile may lack what a heuristic asks for
                 plans.append(self.by_heuristic(name))
-        starts = [plan_layouts(plan) for plan in plans]
-        for share in MEMORY_SHARES[::2]:
-            table = self.candidates(starts, share)
-            problem = self.problem(table)
-            choices, time_left = [find_choice(table, some) for some in starts], deadline - time.monotonic()
-            result = search(problem, choices, seed, self.max_evaluations, time_left)
-            if result.fits:
+        return plans
+
+    def _simulate(
+        self, plans: Sequence[ExecutionPlan], deadline: float = inf
+    ) -> list[tuple[ExecutionPlan, Prediction]]:
+        """Return the predictions of the plans that fit; after the deadline, only that of the first."""
+        distinct = [plan for i, plan in enumerate(plans) if plan not in plans[:i]]
+        found: list[tuple[ExecutionPlan, Prediction]] = []
+        for plan in filter(self.fits, distinct):
+            with suppress(ValueError):  # a profile may lack links
+                found.append((plan, self.predict(plan)))
+            if time.monotonic() > deadline:
                 break
-        placements = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
-        found = PlannedSearch(ExecutionPlan(self.n_workers, placements), result, problem, table)
-        return replace(found, plan=self._best(found, plans))
+        return found
 
-    def _best(self, found: PlannedSearch, heuristic_plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
-        fitting: list[tuple[float, ExecutionPlan]] = []
-        for plan in [found.plan, *heuristic_plans]:
-            if all(plan != other for _, other in fitting) and self.fits(plan):
-                fitting.append((found.result.seconds if plan is found.plan else self._seconds(found, plan), plan))
-        best = min((seconds for seconds, _ in fitting), default=0.0)
-        close = [plan for seconds, plan in fitting if seconds <= CLOSE * best] or [found.plan]
-        return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
-
-    def _seconds(self, found: PlannedSearch, plan: ExecutionPlan) -> float:
-        """Return the time of a heuristic plan: by evaluation, or by prediction if its micro-batching is different."""
-        choice = find_choice(found.table, plan_layouts(plan))
-        options = zip(self.graph.mfcs, choice, strict=True)
-        if all(found.table[m.name][i].placement == plan[m.name] for m, i in options):
-            return evaluator(found.problem).evaluate(choice)[0]
-        return self.predict(plan).seconds
+    def plan_of_choice(self, table: Table, choice: Choice) -> ExecutionPlan:
+        placements = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True)}
+        return ExecutionPlan(self.n_workers, placements)
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits if the rest is unchanged."""
@@ -121,9 +154,12 @@ class Planner:
                 if option != choice[i]:
                     seconds, peak = plans.evaluate((*choice[:i], option, *choice[i + 1 :]))
                     if peak <= self.calls.capacity:
-                        others.append(Alternative(candidate.placement.layout, seconds))
-            best[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
-        return plans.evaluate(choice)[0], best
+                        others.append((seconds, option, candidate.placement))
+            fastest = [placement for _, _, placement in sorted(others, key=itemgetter(0))[:N_ALTERNATIVES]]
+            changed = [replace(plan, placements={**plan.placements, mfc.name: placement}) for placement in fastest]
+            found = [Alternative(p.layout, self.predict(new).seconds) for p, new in zip(fastest, changed, strict=True)]
+            best[mfc.name] = min(found, key=lambda a: a.seconds, default=None)
+        return self.predict(plan).seconds, best
 
     def fits(self, plan: ExecutionPlan) -> bool:
         """Return True if every worker has enough memory for a plan."""
@@ -189,9 +225,8 @@ class Planner:
             src, dst = home_layout(ema.source, source), home_layout(ema.target, target)
             return self.calls.cost.reallocate(ema.source, src, dst, ema.eta)
 
-        n_steps = N_STEPS + self.max_staleness
         return Problem(self.graph, options, self.n_workers, self.calls.batch_size, self.calls.capacity, realloc, sync,
-                       self.max_staleness, self.calls.cost.speed.call, self.cores, n_steps)  # fmt: skip
+                       self.max_staleness, self.calls.cost.speed.call, self.cores, self._schedule.n_steps)  # fmt: skip
 
     def _option(self, mfc: MFC, candidate: Candidate) -> LayoutOption:
         """Return a candidate in numbers. A mesh with gaps counts as the full range of its workers."""
@@ -202,7 +237,8 @@ class Planner:
         if mfc.role is not None and mfc.role in self.graph.offloaded:
             copy = self.calls.cost.host_copy(mfc.role, layout)
         used, holders = (range(min(some), max(some) + 1) for some in (ranks, last))
-        return LayoutOption(used, holders, candidate.cost, candidate.transfer, candidate.transient, candidate.resident,
+        costs = self._call_costs.of(mfc, candidate.placement, self.calls.key(mfc, layout))
+        return LayoutOption(used, holders, costs, candidate.transfer, candidate.transient, candidate.resident,
                             copy, copy)  # fmt: skip
 
 

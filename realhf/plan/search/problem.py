@@ -17,14 +17,15 @@ Choice = tuple[int, ...]  # the option number of every MFC, in the order of ``gr
 class LayoutOption:
     """One way to run an MFC on ``ranks``; its output rows are stored on ``holders``, the ranks of its last stage.
 
-    Costs are per call. Bytes are the maximum over workers: ``transient`` during the call, ``resident`` all the time if
-    this is the home layout of the role (for offloaded roles: while one of their calls runs). ``load`` and ``offload``
-    are used if this is the home layout of an offloaded role.
+    Costs are per call. Calls have different rows: ``compute`` is by the number of the call, cyclically. Bytes are the
+    maximum over workers: ``transient`` during the call, ``resident`` all the time if this is the home layout of the
+    role (for offloaded roles: while one of their calls runs). ``load`` and ``offload`` are used if this is the home
+    layout of an offloaded role.
     """
 
     ranks: range
     holders: range
-    compute: Cost
+    compute: tuple[Cost, ...]
     transfer: Cost = FREE
     transient: float = 0.0
     resident: float = 0.0
@@ -46,7 +47,9 @@ class MFCDeps:
     """Dependencies of an MFC, as MFC numbers.
 
     ``parents`` produce its inputs, ``row_sources`` hold them. A call of step ``s`` waits until ``updater`` is done with
-    step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1 without a role.
+    step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1 without a role. A consumer of
+    the filter MFC's rows (``after_filter``) waits until it is done with the step, any other MFC until it is done with
+    the step before.
     """
 
     parents: tuple[int, ...]
@@ -56,6 +59,7 @@ class MFCDeps:
     home_mfc: int
     offloaded: bool
     batch_size: int
+    after_filter: bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,11 @@ class Problem:
     def home_mfc(self, role: str) -> int:
         return self.number[home_mfc(self.graph, role).name]
 
+    @property
+    def filter_mfc(self) -> int:
+        """The number of the MFC that filters rows, or -1."""
+        return self.number[self.graph.filter_mfc.name] if self.graph.filter_mfc else -1
+
     @cached_property
     def deps(self) -> tuple[MFCDeps, ...]:
         graph, data = self.graph, set(self.graph.dataset_keys)
@@ -134,7 +143,8 @@ class Problem:
             updater = graph.updater(mfc.role) if mfc.role else None
             number, home = self.number[updater.name] if updater else -1, self.home_mfc(mfc.role) if mfc.role else -1
             staleness, offloaded = mfc.allowed_staleness(self.max_staleness), mfc.role in graph.offloaded
-            deps.append(MFCDeps(parents, sources, number, staleness, home, offloaded, mfc.batch_size))
+            is_after = mfc.name in graph.after_filter
+            deps.append(MFCDeps(parents, sources, number, staleness, home, offloaded, mfc.batch_size, is_after))
         return tuple(deps)
 
     @cached_property

@@ -1,10 +1,12 @@
 """A seeded search for the best choice of a problem. The result is never worse than any of the starting points."""
 
 import time
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
+from statistics import mean
 
 from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.evaluate import objective
@@ -16,6 +18,7 @@ MAX_EVALUATIONS_PER_OPTION = 1000  # default budget
 N_CHAINS = 4
 N_ROUNDS = 40  # the temperature decreases from round to round
 PATIENCE = 10  # rounds without improvement after which the search stops if all chains agree
+N_LEADERS = 16
 PROPOSALS_PER_CHECK = 256  # between two checks of the clock
 
 
@@ -29,7 +32,10 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best choice, its seconds per step and peak bytes; ``history`` has (evaluations, objective) improvements."""
+    """The best choice, its seconds per step and peak bytes; ``history`` has (evaluations, objective) improvements.
+
+    ``leaders`` are the best distinct choices, the best one first.
+    """
 
     choice: Choice
     seconds: float
@@ -38,6 +44,7 @@ class SearchResult:
     history: tuple[tuple[int, float], ...]
     n_evaluated: int
     stop: StopReason
+    leaders: tuple[Choice, ...]
 
 
 def search(
@@ -60,14 +67,16 @@ def search(
         stop = exhausted.stop
     seconds, peak = state.evaluator.evaluate(state.best)
     fits = peak <= problem.capacity
-    return SearchResult(state.best, seconds, peak, fits, tuple(state.history), state.n_evaluated, stop)
+    leaders = tuple(choice for _, choice in state.leaders)
+    return SearchResult(state.best, seconds, peak, fits, tuple(state.history), state.n_evaluated, stop, leaders)
 
 
 def greedy(problem: Problem) -> Choice:
     """Return, for every MFC, the fastest option that fits on its own."""
 
     def rank(option: LayoutOption) -> tuple[bool, float]:
-        return option.transient + option.resident > problem.capacity, option.transfer.seconds + option.compute.seconds
+        seconds = option.transfer.seconds + mean(cost.seconds for cost in option.compute)
+        return option.transient + option.resident > problem.capacity, seconds
 
     return tuple(min(range(len(some)), key=[rank(o) for o in some].__getitem__) for some in problem.table)
 
@@ -85,6 +94,7 @@ class _Search:
         self.best_value = inf
         self.n_evaluated = 0
         self.history: list[tuple[int, float]] = []
+        self.leaders: list[tuple[float, Choice]] = []  # ascending, at most N_LEADERS
 
     def descend_all(self, starts: Sequence[Choice]) -> list[tuple[Choice, float]]:
         """Return the local minima reached from all starts, best first."""
@@ -142,3 +152,7 @@ class _Search:
         if value < self.best_value:
             self.best, self.best_value = choice, value
             self.history.append((self.n_evaluated, value))
+        entry = value, choice
+        if (len(self.leaders) < N_LEADERS or entry < self.leaders[-1]) and entry not in self.leaders:
+            insort(self.leaders, entry)
+            del self.leaders[N_LEADERS:]

@@ -17,7 +17,7 @@ class PartialAssignment(Assignment):
     def __init__(self, problem: Problem, partial: Partial) -> None:
         super().__init__(problem, tuple(i or 0 for i in partial))
         self.partial = partial
-        nothing = LayoutOption(range(0), range(0), FREE)
+        nothing = LayoutOption(range(0), range(0), (FREE,))
         self.options = [nothing if i is None else o for i, o in zip(partial, self.options, strict=True)]
 
     def realloc_cost(self, mfc: int) -> ReallocCost | None:
@@ -89,7 +89,12 @@ def _window(assignment: PartialAssignment, n: int, first: list[float]) -> float:
 
 
 def _least(problem: Problem, mfc: int) -> float:
-    return min(o.transfer.seconds + o.compute.seconds for o in problem.table[mfc])
+    return min(_busy(o) for o in problem.table[mfc])
+
+
+def _busy(option: LayoutOption) -> float:
+    """Return the seconds of transfer and computation of the fastest call."""
+    return option.transfer.seconds + min(cost.seconds for cost in option.compute)
 
 
 def _seconds(assignment: PartialAssignment, mfc: int) -> float:
@@ -97,7 +102,7 @@ def _seconds(assignment: PartialAssignment, mfc: int) -> float:
     if assignment.partial[mfc] is None:
         return _least(assignment.problem, mfc)
     option, realloc = assignment.options[mfc], assignment.realloc_cost(mfc)
-    return option.transfer.seconds + option.compute.seconds + (realloc.cost.seconds if realloc else 0.0)
+    return _busy(option) + (realloc.cost.seconds if realloc else 0.0)
 
 
 def _calls(problem: Problem, mfc: int) -> int:
@@ -112,9 +117,7 @@ def _load(assignment: PartialAssignment, steps: Sequence[int]) -> float:
     for mfc, n in enumerate(steps):
         calls = n * _calls(assignment.problem, mfc)
         if assignment.partial[mfc] is None:
-            total += calls * min(
-                len(o.ranks) * (o.transfer.seconds + o.compute.seconds) for o in assignment.problem.table[mfc]
-            )
+            total += calls * min(len(o.ranks) * _busy(o) for o in assignment.problem.table[mfc])
         else:
             seconds = calls * _seconds(assignment, mfc)
             total += len(assignment.options[mfc].ranks) * seconds

@@ -1,10 +1,11 @@
 """Random planning problems, with a layout for each option, so that choices can be simulated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 
 from realhf.api.execution_plan import ExecutionPlan, Placement
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync, graph_problems
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
@@ -31,7 +32,12 @@ class Instance:
         workload = Workload(((3,), (5,), (4,)), (2, 6), 2) if sampled else Workload(((3, 4), (5,), (4, 1, 7)))
         schedule = TrainSchedule(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
 
+        numbers = {m.name: count() for m in p.graph.mfcs}
+
         def price(call: PrepareCall, instruction: Instruction) -> Cost:
+            if isinstance(instruction, Compute):
+                costs = p.options[call.mfc][assignment[call.mfc]].compute
+                return costs[next(numbers[call.mfc]) % len(costs)]
             return price_of(p, assignment, call.mfc, instruction)
 
         return simulate(p.graph, plan, price, schedule, workload, p.call_seconds, p.cores, p.max_staleness)
@@ -45,8 +51,6 @@ def price_of(p: Problem, assignment: dict[str, int], mfc: str, instruction: Inst
     match instruction:
         case Transfer():
             return option.transfer
-        case Compute():
-            return option.compute
         case Release():
             return FREE
         case Load(role):
@@ -84,7 +88,7 @@ def random_instance(
             LayoutOption(
                 range(min(x.mesh.ranks), max(x.mesh.ranks) + 1),
                 range(min(x.dp_heads()), max(x.dp_heads()) + 1),
-                cost(),
+                tuple(cost() for _ in range(random.choice((1, 1, 2, 3)))),
                 cost(),
                 random.uniform(0, 4),
                 random.uniform(0, 4),
@@ -128,6 +132,7 @@ def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
         outputs = tuple(f"{i}to{c}" for c in range(n_mfcs) if i in parents[c])
         size = random.choice((batch, batch, random.randint(1, batch)))
         mfcs.append(MFC(f"m{i}", role, random.choice(kinds), InterfaceSpec("any"), inputs, outputs, size))
+    mfcs = _with_filter(random, mfcs)
     names = {m.role for m in mfcs if m.role}
     trainers = {m.role: m.name for m in mfcs if m.is_train}
     syncs = [
@@ -138,6 +143,13 @@ def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
     ]
     offloaded = tuple(sorted(r for r in names if random.random() < 0.2))
     return Graph(tuple(mfcs), tuple(syncs[:1]), offloaded)
+
+
+def _with_filter(random: Random, mfcs: list[MFC]) -> list[MFC]:
+    """Let a random MFC filter rows, if all training calls then read filtered rows."""
+    number = random.randrange(len(mfcs))
+    filtered = [replace(m, resamples=2) if i == number and m.outputs else m for i, m in enumerate(mfcs)]
+    return filtered if random.random() < 0.8 and not graph_problems(tuple(filtered)) else mfcs
 
 
 def _layouts(random: Random, mfc: MFC, graph: Graph, batch: int, n_ranks: int, n_options: int) -> list[Layout]:

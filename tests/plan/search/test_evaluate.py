@@ -25,7 +25,7 @@ GRAPH = Graph((GENERATE, REWARD, TRAIN))
 
 def option(start: int, stop: int, seconds: float, transient: float = 0.0, resident: float = 0.0) -> LayoutOption:
     ranks, rows, load, offload = range(start, stop), Cost(0.25, 0.0), Cost(1.0, 0.0), Cost(2.0, 0.0)
-    return LayoutOption(ranks, ranks, Cost(seconds, seconds), rows, transient, resident, load, offload)
+    return LayoutOption(ranks, ranks, (Cost(seconds, seconds),), rows, transient, resident, load, offload)
 
 
 def problem_of(graph: Graph = GRAPH, **changes: Any) -> Problem:

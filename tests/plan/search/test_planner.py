@@ -12,7 +12,6 @@ from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.search.planner import Planner, plan_layouts
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
-from tests.plan.search.test_evaluate import evaluate
 
 SLOW_LINKS = replace(TOY, node=Link(1e8, 1e-4), cluster=Link(1e7, 1e-3))
 MACHINES = {"toy": TOY, "slow links": SLOW_LINKS, "shared cores": replace(TOY, cores=2)}
@@ -43,16 +42,16 @@ def test_a_search_is_never_worse_than_any_heuristic(name: str) -> None:
     fitting = {rule: planner.predict(plan).seconds for rule, plan in heuristic_plans.items() if planner.fits(plan)}
     assert planner.fits(found.plan) >= bool(fitting)
     for rule, seconds in fitting.items():
-        assert predicted.seconds <= 1.01 * seconds, rule
+        assert predicted.seconds <= seconds, rule
 
 
 @pytest.mark.parametrize("name", ["toy", "odd", "groups", "offloaded", "ema"])
-def test_search_results_are_close_to_predictions(name: str) -> None:
+def test_a_search_returns_the_prediction_of_its_plan(name: str) -> None:
     planner = PLANNERS[name]
     found = planner.search()
     predicted = planner.predict(found.plan)
+    assert found.seconds == predicted.seconds and found.prediction == predicted
     assert found.result.seconds == pytest.approx(predicted.seconds, rel=0.1)
-    assert found.result.peak + planner.calls.memory.runtime == pytest.approx(predicted.peak, rel=1e-6)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -90,14 +89,11 @@ def test_micro_batches_shrink_until_a_plan_fits(share: float) -> None:
     assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
 
 
-def test_a_heuristic_plan_is_timed_with_its_own_micro_batches() -> None:
-    """The search may evaluate the same layouts with other, faster micro-batches that do not fit together."""
-    planner = ppo_planner(4, batch=64)
-    plan, found = planner.by_heuristic("symmetric"), planner.search()
-    fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_num_seqs=1))
-    slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
-    assert planner._seconds(found, slow) == planner.predict(slow).seconds > 1.2 * planner._seconds(found, plan)
-    assert planner._best(found, [slow]) == found.plan
+def test_a_search_is_never_slower_than_the_plans_it_starts_from() -> None:
+    planner = ppo_planner(8, TOY, WIDE)
+    best = planner.search().plan
+    hasty = replace(planner, max_evaluations=0)
+    assert hasty.search(starts=[best]).seconds <= planner.predict(best).seconds < hasty.search(budget_s=0.0).seconds
 
 
 def test_candidates_include_heuristics_and_the_fastest_on_every_mesh() -> None:
@@ -128,24 +124,20 @@ def test_the_problem_uses_the_cost_and_memory_models() -> None:
     assert problem.realloc("actor_gen", same, 0).cost.seconds == 0
 
 
-def test_alternatives_match_the_evaluator() -> None:
+def test_alternatives_are_predicted() -> None:
     planner = PLANNERS["toy"]
     plan = planner.by_heuristic("symmetric")
     now, found = planner.alternatives(plan)
-    table = planner.candidates([plan_layouts(planner.by_heuristic("symmetric"))])
-    problem = planner.problem(table)
-    choice = tuple(
-        next(i for i, c in enumerate(table[m.name]) if c.placement == plan[m.name]) for m in planner.graph.mfcs
-    )
-    assert now == evaluate(problem, choice)[0]
-    for i, mfc in enumerate(planner.graph.mfcs):
-        others = {
-            str(candidate.placement.layout): evaluate(problem, (*choice[:i], k, *choice[i + 1 :]))[0]
-            for k, candidate in enumerate(table[mfc.name])
-            if k != choice[i]
+    assert now == planner.predict(plan).seconds
+    table = planner.candidates([plan_layouts(plan)])
+    for mfc in planner.graph.mfcs:
+        others = [c.placement for c in table[mfc.name] if c.placement != plan[mfc.name]]
+        seconds = {
+            str(p.layout): planner.predict(replace(plan, placements={**plan.placements, mfc.name: p})).seconds
+            for p in others
         }
         best = found[mfc.name]
-        assert best is not None and best.seconds == min(others.values()) == others[str(best.layout)]
+        assert best is not None and best.seconds == seconds[str(best.layout)] <= 1.01 * min(seconds.values())
 
 
 def test_meshes_with_gaps_in_any_order_are_supported() -> None:

@@ -9,7 +9,7 @@ from realhf.api.machine import Cost
 from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from tests.plan.compile.test_schedule import ppo
 
-HERE = LayoutOption(range(0, 2), range(0, 2), Cost(1.0, 2.0))
+HERE = LayoutOption(range(0, 2), range(0, 2), (Cost(1.0, 2.0),))
 
 
 def problem_of(graph: Graph, option: LayoutOption = HERE, capacity: float = 1.0) -> Problem:

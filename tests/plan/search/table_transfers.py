@@ -1,0 +1,35 @@
+"""A reference simulation in which transfers of rows have the workers and the costs of a problem's tables."""
+
+from realhf.api.program import Transfer
+from realhf.plan.compile.program import compile_program, instruction_ranks
+from realhf.plan.compile.schedule import Dispatch, MasterState, TrainSchedule
+from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
+from realhf.plan.search.planner import Planner, Table
+from realhf.plan.search.problem import Choice, Problem
+from realhf.plan.search.simulate import make_rows, run_calls
+
+
+def seconds_with_table_transfers(planner: Planner, table: Table, problem: Problem, choice: Choice) -> float:
+    """Return the seconds per step of the master on a choice; all other costs are those of ``Planner.predict``."""
+    graph, plan, cost = planner.graph, planner.plan_of_choice(table, choice), planner.calls.cost
+    schedule = TrainSchedule(problem.batch_size, problem.batch_size * problem.n_steps, problem.n_steps)
+    state = MasterState(graph, plan, schedule, problem.max_staleness)
+    program, price = compile_program(graph, plan), cost.price(plan)
+    options = [some[i] for some, i in zip(problem.table, choice, strict=True)]
+
+    def call_ops(dispatch: Dispatch) -> CallOps:
+        ops, number = [], problem.number[dispatch.call.mfc]
+        for instruction in program[dispatch.call.mfc]:
+            ranks = instruction_ranks(instruction)
+            if isinstance(instruction, Transfer):
+                ranks = ranks.union(*(options[source].holders for source in problem.deps[number].row_sources))
+                ops.append(Op(sorted(ranks), options[number].transfer))
+            else:
+                ops.append(Op(sorted(ranks), price(dispatch.call, instruction)))
+        return CallOps(dispatch, ops)
+
+    queues = WorkerQueues(plan.n_workers, problem.cores, problem.call_seconds)
+    _, ends = run_calls(
+        queues, state.start(), lambda done: state.handle(make_rows(graph, cost.workload, done, plan)), call_ops
+    )
+    return (ends[problem.n_steady_steps] - ends[0]) / problem.n_steady_steps
