@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_engines import PublishedEngine, engine_of
 from realhf.api.config.choices import Recompute
 from realhf.api.machine import Hardware
 from realhf.api.model_config import ModelConfig
@@ -25,7 +26,7 @@ from realhf.plan.cost.pipeline_time import uniform_makespan
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Work, shard_numels
 
-OWN = Path(__file__).with_name("published_performance.jsonl")
+POINTS = Path(__file__).with_name("published_performance.jsonl")
 MACHINES = {"a100-80g": "a100", "h100": "h100"}
 GATED = ("llama", "mixtral")
 RECOMPUTE = {"none": None, "selective": Recompute.selective, "full": Recompute.full}
@@ -46,8 +47,9 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 def training_seconds(point: Point, hardware: Hardware) -> float:
     """Return the predicted seconds of a step: passes of all micro-batches, and the update."""
-    model, speed = model_of(point["model"]), Roofline(hardware)
-    dp, tp, pp = point["dp"], point["tp"], point["pp"]
+    engine = engine_of(point)
+    model, speed = model_of(point["model"]), Roofline(hardware, engine.traits)
+    tp, pp = point["tp"], point["pp"]
     stages, last = stage_layers(model, pp), model.n_layers + 1
     shards = [
         StageShard(model, tp, len(layers) - (0 in layers) - (last in layers), 0 in layers, last in layers, True,
@@ -55,21 +57,49 @@ def training_seconds(point: Point, hardware: Hardware) -> float:
         for layers in stages
     ]  # fmt: skip
     work = Work.of([point["seq"]] * point["micro_batch"])
-    n = point["global_batch"] // dp // point["micro_batch"]
+    n = point["global_batch"] // point["dp"] // point["micro_batch"]
     forward, backward = zip(*(speed.train(shard, work, range(tp)) for shard in shards), strict=True)
-    sends = (speed.send(work.tokens * model.hidden * 2 / tp, 0, tp),) * pp
-    seconds = n * (forward[0] + backward[0])
-    if pp > 1:
+    if point.get("zero") == 3:
+        seconds = n * _sharded_pass(point, speed, shards[0], forward[0], backward[0])
+    elif pp == 1:
+        seconds = n * (forward[0] + backward[0])
+    else:
+        sends = (speed.send(work.tokens * model.hidden * 2 / tp, 0, tp),) * pp
         seconds = uniform_makespan(train_schedule, n, forward, backward, sends)
-    numel, replicas = max(shard_numels(model, tp, pp)), range(0, dp * tp, tp)
-    seconds += speed.optimizer(shards[0], numel // dp)
-    seconds += speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-    return seconds + speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, replicas)
+        bubble = seconds - n * max(f + b for f, b in zip(forward, backward, strict=True))
+        seconds -= bubble * (1 - 1 / point.get("virtual_stages", 1))
+    return seconds + _update_seconds(point, engine, speed, shards[0], forward[0], backward[0])
+
+
+def _sharded_pass(point: Point, speed: Roofline, shard: StageShard, forward: float, backward: float) -> float:
+    """Return the seconds of a micro-batch with ZeRO-3: blocks are gathered while the previous one computes."""
+    n, replicas = shard.n_blocks, range(0, point["dp"] * point["tp"], point["tp"])
+    block = replace(shard.model, n_layers=1, vocab=1)
+    nbytes = 2 * max(shard_numels(block, shard.tp, 1))
+    gather = speed.collective(CollectiveKind.ALL_GATHER, nbytes, replicas)
+    reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, nbytes, replicas)
+    return max(forward, n * gather) + max(backward, n * (gather + reduce)) + gather + reduce
+
+
+def _update_seconds(
+    point: Point, engine: PublishedEngine, speed: Roofline, shard: StageShard, forward: float, backward: float
+) -> float:
+    dp, tp = point["dp"], point["tp"]
+    numel, replicas = max(shard_numels(shard.model, tp, point["pp"])), range(0, dp * tp, tp)
+    seconds = speed.optimizer(shard, numel // dp)
+    if point.get("zero") == 3:
+        return seconds
+    reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, engine.gradient_bytes * numel, replicas)
+    gather = speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, replicas)
+    if engine.overlaps_data_parallel:
+        reduce, gather = max(0.0, reduce - backward), max(0.0, gather - forward)
+    return seconds + reduce + gather
 
 
 def generation_seconds(point: Point, hardware: Hardware) -> float:
     """Return the predicted seconds of a batch, with its prefill if the point includes it."""
-    model, speed, ranks = model_of(point["model"]), Roofline(hardware), range(point["tp"])
+    model, speed = model_of(point["model"]), Roofline(hardware, engine_of(point).traits)
+    ranks = range(point["tp"])
     shard = StageShard(model, point["tp"], model.n_layers, True, True, True)
     context = point["prompt"] + point["new"] / 2
     seconds = point["new"] * speed.decode(shard, point["batch"], context, ranks)
@@ -78,9 +108,12 @@ def generation_seconds(point: Point, hardware: Hardware) -> float:
     return seconds
 
 
-def ratio(point: Point) -> float:
+def machine_of(point: Point) -> Hardware:
+    return replace(read_hardware(MACHINES[point["hardware"]]), compute_capability=9.0)  # decoding is captured
+
+
+def ratio(point: Point, hardware: Hardware) -> float:
     """Return the predicted time divided by the published one."""
-    hardware = replace(read_hardware(MACHINES[point["hardware"]]), compute_capability=9.0)  # decoding is captured
     if point["kind"] == "train":
         return training_seconds(point, hardware) / float(point["seconds"])
     return generation_seconds(point, hardware) * float(point["tokens_per_s"]) / (point["batch"] * point["new"])
@@ -103,8 +136,8 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every point")
     options = parser.parse_args()
     by_source: dict[tuple[str, str], list[float]] = {}
-    for point in points([OWN, *options.files]):
-        found = ratio(point)
+    for point in points([POINTS, *options.files]):
+        found = ratio(point, machine_of(point))
         by_source.setdefault((point["kind"], point["source"]), []).append(found)
         if options.all:
             print(f"{found:5.2f}  {describe(point)}")
