@@ -2,87 +2,105 @@
 
     python benchmarks/calibrate.py [FILE ...]
 
-Two constants per kind of GPU are fitted: ``flops``, which large matrix products reach, and ``memory_bandwidth``, which
-all other kernels reach. Everything else is from data sheets and papers, or is a trait of the engine behind a point
-(published_engines.py). The fit minimizes the mean absolute logarithm of predicted / published, where every source
-counts equally. ``left out`` is the error of a source under constants that were fitted to the others.
+Three constants per kind of GPU are fitted: ``flops``, which torch's large matrix products reach, ``memory_bandwidth``,
+which all other kernels reach, and how much faster the products of engines are that tune them for each shape. Everything
+else is from data sheets and papers, or is a trait of the engine behind a point (published_engines.py). The fit
+minimizes the mean absolute logarithm of predicted / published, where every engine counts equally. ``left out`` is the
+error of a source, or of all sources of an engine, under constants that were fitted to the others.
 """
 
 import argparse
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.bench_published import POINTS, Point, machine_of, points, ratio
-from realhf.api.machine import Hardware
+from benchmarks.bench_published import POINTS, TIMED, Point, machine_of, points, ratio, summary
+from benchmarks.published_engines import engine_name
 
-CONSTANTS = {"flops": "peak_flops", "memory_bandwidth": "peak_bandwidth"}  # and their limits
-FIRST_STEP, LAST_STEP = 0.25, 0.01
-KINDS = {"train": "training", "decode": "decoding", "generate": "decoding"}
+FIRST_STEP, LAST_STEP = 0.2, 0.01
+KINDS = {"train": "training", "prefill": "prefill", "decode": "decoding", "generate": "decoding"}
 
 
-def loss(chosen: Sequence[Point], hardware: Hardware) -> float:
+@dataclass(frozen=True)
+class Constants:
+    """The fitted constants of a kind of GPU; the last is of engines with tuned products, relative to ``flops``."""
+
+    flops: float
+    memory_bandwidth: float
+    tuned: float
+
+    def ratio(self, point: Point) -> float:
+        fitted = replace(machine_of(point), flops=self.flops, memory_bandwidth=self.memory_bandwidth)
+        return ratio(point, fitted, self.tuned)
+
+    def neighbours(self, step: float) -> Iterator["Constants"]:
+        for name, value in vars(self).items():
+            for factor in (1 + step, 1 / (1 + step)):
+                yield replace(self, **{name: value * factor})
+
+
+def family(point: Point) -> str:
+    """Return the name under which all points of an engine are left out together."""
+    return f"{engine_name(point)} {KINDS[point['kind']]}"
+
+
+def source(point: Point) -> str:
+    return f"{point['source']} {KINDS[point['kind']]}"
+
+
+def is_usable(point: Point) -> bool:
+    """Return whether a point has a time and is not marked as implausible."""
+    return point["kind"] in TIMED and "faster than reading" not in point.get("note", "")
+
+
+def loss(chosen: Sequence[Point], constants: Constants) -> float:
     errors: dict[str, list[float]] = {}
     for point in chosen:
-        errors.setdefault(point["source"], []).append(abs(math.log(ratio(point, hardware))))
+        errors.setdefault(family(point), []).append(abs(math.log(constants.ratio(point))))
     return sum(statistics.mean(found) for found in errors.values())
 
 
-def fit(chosen: Sequence[Point], hardware: Hardware) -> Hardware:
-    """Return the machine with the constants that fit best: coordinate descent with decreasing steps."""
-    best, step = loss(chosen, hardware), FIRST_STEP
+def fit(chosen: Sequence[Point], constants: Constants) -> Constants:
+    """Return the constants that fit best: coordinate descent with decreasing steps."""
+    best, step = loss(chosen, constants), FIRST_STEP
     while step > LAST_STEP:
-        found = min(((loss(chosen, near), near) for near in _neighbours(hardware, step)), key=lambda pair: pair[0])
-        if found[0] < best:
-            best, hardware = found
+        nearest = min(constants.neighbours(step), key=lambda near: loss(chosen, near))
+        if (found := loss(chosen, nearest)) < best:
+            best, constants = found, nearest
         else:
             step /= 2
-    return hardware
+    return constants
 
 
-def _neighbours(hardware: Hardware, step: float) -> Iterator[Hardware]:
-    for name, limit in CONSTANTS.items():
-        for factor in (1 + step, 1 / (1 + step)):
-            yield replace(hardware, **{name: min(getattr(hardware, name) * factor, getattr(hardware, limit))})
-
-
-def left_out(chosen: Sequence[Point], hardware: Hardware) -> Iterator[tuple[Point, float]]:
-    """Yield every point with predicted / published under constants fitted to the other sources."""
-    for source in sorted({point["source"] for point in chosen}):
-        fitted = fit([point for point in chosen if point["source"] != source], hardware)
-        yield from ((point, ratio(point, fitted)) for point in chosen if point["source"] == source)
-
-
-def summary(ratios: Sequence[float]) -> str:
-    errors = sorted(abs(one - 1) for one in ratios)
-    rms = math.sqrt(statistics.mean(math.log(one) ** 2 for one in ratios))
-    return f"median {statistics.median(errors):.1%}, 90 % below {errors[math.ceil(0.9 * len(errors)) - 1]:.1%}, rms {rms:.1%}"
+def left_out(chosen: Sequence[Point], constants: Constants, group: Callable[[Point], str]) -> dict[str, list[float]]:
+    """Return predicted / published of every group under constants fitted to the others."""
+    found = {}
+    for name in sorted({group(point) for point in chosen}):
+        fitted = fit([point for point in chosen if group(point) != name], constants)
+        found[name] = [fitted.ratio(point) for point in chosen if group(point) == name]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path)
-    every = [point for point in points([POINTS, *parser.parse_args().files]) if point["kind"] in KINDS]
-    errors: dict[str, list[float]] = {}
+    every = [point for point in points([POINTS, *parser.parse_args().files]) if is_usable(point)]
+    totals: dict[tuple[str, str], list[float]] = {}
     for gpu in sorted({point["hardware"] for point in every}):
-        chosen = [point for point in every if point["hardware"] == gpu]
-        hardware = fit(chosen, machine_of(chosen[0]))
-        shares = {name: getattr(hardware, name) / getattr(hardware, limit) for name, limit in CONSTANTS.items()}
-        print(
-            gpu, *(f"{name}: {getattr(hardware, name):.3g} ({share:.2f} of the peak)" for name, share in shares.items())
-        )
-        held = list(left_out(chosen, hardware))
-        for source in sorted({point["source"] for point in chosen}):
-            own = [ratio(point, hardware) for point in chosen if point["source"] == source]
-            others = [found for point, found in held if point["source"] == source]
-            print(f"  {source[:60]}: {len(own)} points")
-            print(f"    fitted:   {summary(own)}\n    left out: {summary(others)}")
-        for point, found in held:
-            errors.setdefault(KINDS[point["kind"]], []).append(found)
-    for kind, found in errors.items():
-        print(f"left out, {kind}, {len(found)} points: {summary(found)}")
+        chosen, machine = [point for point in every if point["hardware"] == gpu], machine_of({"hardware": gpu})
+        constants = fit(chosen, Constants(machine.flops, machine.memory_bandwidth, 1.0))
+        print(f"{gpu}: flops {constants.flops:.3g}, {constants.flops / machine.peak_flops:.2f} of the peak; "
+              f"memory_bandwidth {constants.memory_bandwidth:.3g}, "
+              f"{constants.memory_bandwidth / machine.peak_bandwidth:.2f} of the peak; "
+              f"tuned products {constants.tuned:.2f}")  # fmt: skip
+        for what, group in (("source", source), ("engine", family)):
+            for name, ratios in left_out(chosen, constants, group).items():
+                print(f"  {what} left out: {name[:70]}: {len(ratios)} points, {summary(ratios)}")
+                totals.setdefault((what, name.split()[-1]), []).extend(ratios)
+    for (what, kind), ratios in totals.items():
+        print(f"{what} left out, {kind}: {len(ratios)} points, {summary(ratios)}")
 
 
 if __name__ == "__main__":

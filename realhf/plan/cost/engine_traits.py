@@ -7,6 +7,7 @@ from dataclasses import dataclass
 class EngineTraits:
     """Traits of an engine; the defaults are those of ``models/engine``.
 
+    ``products`` is the speed of its matrix products relative to torch's, which ``Hardware.flops`` describes;
     ``attention`` is the speed of its attention relative to FlashAttention-2, which ``Hardware.attention_flops``
     describes. ``score_elements`` are read and written per attention score by kernels that store scores (0: they are
     not stored). ``hidden_elements``, ``head_elements`` and ``mlp_elements`` are read and written per token by the
@@ -15,9 +16,12 @@ class EngineTraits:
     forward passes of the vocabulary head in a training pass, with those that are computed again.
     ``decode_kernels`` are the kernels of a block in a captured decoding step. ``captures_decoding`` False: decoding
     steps are never graphs. ``has_grouped_kv`` False: keys and values are repeated for every query head. ``tp_overlap``
-    is the fraction of tensor-parallel communication that a training pass hides.
+    is the fraction of tensor-parallel communication that a training pass hides. ``launches`` are the kernels of a block
+    that the host launches outside of a graph in an inference pass, a training pass and a decoding step (None: as
+    counted for this engine).
     """
 
+    products: float = 1.0
     attention: float = 1.0
     score_elements: float = 0.0
     hidden_elements: float = 10.0  # two norms (one read, one write), two residual additions (two reads, one write)
@@ -29,6 +33,7 @@ class EngineTraits:
     captures_decoding: bool = True
     has_grouped_kv: bool = True
     tp_overlap: float = 0.0
+    launches: tuple[int, int, int] | None = None
 
 
 OWN = EngineTraits()

@@ -9,12 +9,12 @@ from realhf.plan.cost.speed import routed_share, touched_experts
 
 
 class Product(NamedTuple):
-    """``count`` products ``[m, k] @ [k, n]``, of which ``touched`` have rows; weights are the ``[k, n]``."""
+    """``copies`` products ``[m, k] @ [k, n]``, of which ``touched`` have rows; weights are the ``[k, n]``."""
 
     m: float
     n: float
     k: float
-    count: float = 1.0
+    copies: float = 1.0
     touched: float = 1.0
 
 
@@ -26,24 +26,25 @@ MANY_WAVES = 4
 """With more waves the last, incomplete one costs half a wave on average."""
 
 
-def product_seconds(hardware: Hardware, product: Product, itemsize: int) -> float:
+def product_seconds(hardware: Hardware, product: Product, itemsize: int, speed: float = 1.0) -> float:
     """Return the seconds of products: the larger of their arithmetic and of reading their weights.
 
-    Without a number of multiprocessors (``Hardware.sms``) shapes do not matter.
+    ``speed`` is that of the arithmetic relative to ``Hardware.flops``. Without a number of multiprocessors
+    (``Hardware.sms``) shapes do not matter.
     """
-    m, n, k, count, touched = product
+    m, n, k, copies, touched = product
     reading = touched * n * k * itemsize / hardware.memory_bandwidth
     if not hardware.sms:
-        return max(2 * count * m * n * k / hardware.flops, reading)
-    computing = min(_tiled_seconds(hardware, product, *tile) for tile in TILES)
+        return max(2 * copies * m * n * k / (hardware.flops * speed), reading)
+    computing = min(_tiled_seconds(hardware, product, *tile) for tile in TILES) / speed
     return max(computing, reading)
 
 
 def _tiled_seconds(hardware: Hardware, product: Product, rows: int, columns: int, share: float) -> float:
     """Return the seconds of the arithmetic with tiles of this size, which run ``share`` as fast as the best ones."""
-    m, n, k, count, touched = product
-    used = touched or count
-    n_tiles = used * ceil(m * count / used / rows) * ceil(n / columns)
+    m, n, k, copies, touched = product
+    used = touched or copies
+    n_tiles = used * ceil(m * copies / used / rows) * ceil(n / columns)
     splits = max(1, min(hardware.sms // n_tiles, k // PROLOGUE))  # of the inner size, over idle multiprocessors
     waves = n_tiles / hardware.sms + 0.5 if n_tiles > MANY_WAVES * hardware.sms else ceil(n_tiles / hardware.sms)
     flops = waves * 2 * rows * columns * (k / splits + PROLOGUE)
@@ -74,6 +75,6 @@ def block_products(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[flo
 
 def backward_products(product: Product, with_weights: bool = True) -> tuple[Product, ...]:
     """Return the products of the backward pass: gradients of the inputs and, with ``with_weights``, of the weights."""
-    m, n, k, count, touched = product
-    inputs = Product(m, k, n, count, touched)
-    return (inputs, Product(n, k, m, count, 0.0)) if with_weights else (inputs,)
+    m, n, k, copies, touched = product
+    inputs = Product(m, k, n, copies, touched)
+    return (inputs, Product(n, k, m, copies, 0.0)) if with_weights else (inputs,)

@@ -72,8 +72,8 @@ class Roofline:
         return forward, backward + recompute_s
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
-        config, size, hardware = shard.model, shard.itemsize, self.hardware
-        products = sum(n * product_seconds(hardware, p, size) for n, p in block_products(config, shard.tp, rows))
+        config, size = shard.model, shard.itemsize
+        products = sum(n * self._product(p, size) for n, p in block_products(config, shard.tp, rows))
         flops = 4 * rows * config.n_heads * config.head_dim * context / shard.tp
         n_kv = config.n_kv_heads if self.traits.has_grouped_kv else config.n_heads
         kv = 2 * rows * context * max(1.0, n_kv / shard.tp) * config.head_dim * size
@@ -91,7 +91,8 @@ class Roofline:
 
     def _launches(self, shard: StageShard) -> tuple[float, float, float]:
         """Return the seconds in which the host launches the kernels of a block, for each pass of ``LAUNCHES``."""
-        inference, training, decoding = LAUNCHES["routed" if shard.model.n_experts else "dense"]
+        counted = LAUNCHES["routed" if shard.model.n_experts else "dense"]
+        inference, training, decoding = self.traits.launches or counted
         launch = self.hardware.launch
         return inference * launch, training * launch, decoding * launch
 
@@ -121,15 +122,18 @@ class Roofline:
         hardware = self.hardware
         return max(flops / hardware.flops, nbytes / hardware.memory_bandwidth) + kernels * hardware.kernel
 
+    def _product(self, product: Product, itemsize: int) -> float:
+        return product_seconds(self.hardware, product, itemsize, self.traits.products)
+
     def _forward(self, shard: StageShard, work: Work) -> Pass:
         products = block_products(shard.model, shard.tp, work.tokens)
-        seconds = sum(n * product_seconds(self.hardware, p, shard.itemsize) for n, p in products)
+        seconds = sum(n * self._product(p, shard.itemsize) for n, p in products)
         return Pass(seconds, self._attention(shard, work), self._elementwise(shard, work.tokens))
 
     def _backward(self, shard: StageShard, work: Work) -> Pass:
         has_weights = shard.model.lora is None
         seconds = sum(
-            n * product_seconds(self.hardware, each, shard.itemsize)
+            n * self._product(each, shard.itemsize)
             for n, p in block_products(shard.model, shard.tp, work.tokens)
             for each in backward_products(p, has_weights)
         )
@@ -176,7 +180,7 @@ class Roofline:
         if shard.last:
             width = (config.vocab if config.head == "lm" else 1) / shard.tp
             logits = tokens * width
-            seconds += product_seconds(self.hardware, Product(tokens, width, config.hidden), size)
+            seconds += self._product(Product(tokens, width, config.hidden), size)
             seconds += self._time(0, logits * (size + 8) + tokens * config.hidden * size, KERNELS_PER_END)
         return seconds
 

@@ -61,7 +61,7 @@ def test_no_shape_beats_the_peak_and_more_rows_are_not_faster(m: int, n: int, k:
 @given(tokens=SIZES, tp=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([LLAMA, MOE]))
 def test_backward_has_twice_the_operations(tokens: int, tp: int, model: object) -> None:
     for _, product in block_products(model, tp, tokens):  # type: ignore[arg-type]
-        once = product.m * product.n * product.k * product.count
-        twice = sum(p.m * p.n * p.k * p.count for p in backward_products(product))
+        once = product.m * product.n * product.k * product.copies
+        twice = sum(p.m * p.n * p.k * p.copies for p in backward_products(product))
         assert twice == EQUAL(2 * once)
         assert len(backward_products(product, with_weights=False)) == 1
