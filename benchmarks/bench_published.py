@@ -3,37 +3,44 @@
     python benchmarks/bench_published.py [FILE ...] [--all]
 
 Prints the errors by source; ``--all`` prints every point. Points are in published_performance.jsonl and in FILEs of the
-same format, each with its source and its conditions. They are of other engines: fully sharded ones count as ZeRO-1
-here, and overlap, attention kernels and fusion are those of ``Roofline``, not theirs.
+same format, each with its source and its conditions. published_engines.py describes their engines, and calibrate.py
+fits the constants of GPUs. Context parallelism counts as an even division of the tokens, expert parallelism as an
+exchange of their hidden states.
 """
 
 import argparse
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_engines import PublishedEngine, engine_of
 from realhf.api.config.choices import Recompute
-from realhf.api.machine import Hardware
-from realhf.api.model_config import ModelConfig
+from realhf.api.machine import Hardware, Link
+from realhf.api.model_config import Lora, ModelConfig
 from realhf.arch.param_specs import stage_layers
-from realhf.plan.compile.pipeline import train_schedule
 from realhf.plan.cost.hardware import read_hardware
-from realhf.plan.cost.pipeline_time import uniform_makespan
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Work, shard_numels
 
-OWN = Path(__file__).with_name("published_performance.jsonl")
+POINTS = Path(__file__).with_name("published_performance.jsonl")
 MACHINES = {"a100-80g": "a100", "h100": "h100"}
+TUNED_PRODUCTS = {"a100-80g": 1.1, "h100": 1.2}  # fitted by calibrate.py, for engines in TUNED
+TIMED = ("train", "generate", "decode", "prefill")
 GATED = ("llama", "mixtral")
 RECOMPUTE = {"none": None, "selective": Recompute.selective, "full": Recompute.full}
+POWER_LIMIT_W = 700  # of an H100 SXM; the clock grows with the cube root of the power
+NETWORK_EFFICIENCY = 0.85  # as in machines/*.yaml
 Point = Mapping[str, Any]
 
 
-def model_of(fields: Mapping[str, Any]) -> ModelConfig:
+def model_of(point: Point) -> ModelConfig:
     """Return a model of these sizes; norms, biases and positions are those of llama."""
+    fields = point["model"]
     heads, n_experts = fields["heads"], fields.get("experts", 0)
     return ModelConfig(
         "mixtral" if n_experts else "llama", fields["layers"], fields["hidden"], heads, fields.get("kv_heads", heads),
@@ -41,53 +48,134 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
         mlp="gated" if fields["family"] in GATED else "ungated", n_experts=n_experts,
         experts_per_token=fields.get("experts_per_token", 0),
         expert_intermediate=fields["intermediate"] if n_experts else 0,
+        lora=Lora(point["lora_rank"]) if "lora_rank" in point else None,
     )  # fmt: skip
 
 
-def training_seconds(point: Point, hardware: Hardware) -> float:
-    """Return the predicted seconds of a step: passes of all micro-batches, and the update."""
-    model, speed = model_of(point["model"]), Roofline(hardware)
-    dp, tp, pp = point["dp"], point["tp"], point["pp"]
-    stages, last = stage_layers(model, pp), model.n_layers + 1
-    shards = [
+def machine_of(point: Point) -> Hardware:
+    """Return the machine of a point, whose constants are fitted."""
+    return replace(read_hardware(MACHINES[point["hardware"]]), compute_capability=9.0)  # decoding is captured
+
+
+def adjusted(hardware: Hardware, point: Point) -> Hardware:
+    """Return the machine with the network, memory and power limit of a point."""
+    if "node_network_gbps" in point:
+        bandwidth = point["node_network_gbps"] * 1e9 / 8 / hardware.node_size * NETWORK_EFFICIENCY
+        hardware = replace(hardware, cluster=Link(bandwidth, hardware.cluster.latency))
+    if "memory_bandwidth" in point:
+        share = point["memory_bandwidth"] / hardware.peak_bandwidth
+        hardware = replace(hardware, memory_bandwidth=hardware.memory_bandwidth * share)
+    if "power_limit_w" in point:
+        hardware = replace(hardware, flops=hardware.flops * (point["power_limit_w"] / POWER_LIMIT_W) ** (1 / 3))
+    return hardware
+
+
+def stages_of(point: Point, model: ModelConfig) -> list[StageShard]:
+    tp, stages, last = point["tp"], stage_layers(model, point["pp"]), model.n_layers + 1
+    recompute = None if "recompute_kind" in point else RECOMPUTE[point["recompute"]]
+    return [
         StageShard(model, tp, len(layers) - (0 in layers) - (last in layers), 0 in layers, last in layers, True,
-                   RECOMPUTE[point["recompute"]], point.get("sequence_parallel", tp > 1))
+                   recompute, point.get("sequence_parallel", tp > 1))
         for layers in stages
     ]  # fmt: skip
+
+
+def training_seconds(point: Point, hardware: Hardware, tuned: float) -> float:
+    """Return the predicted seconds of a step: passes of all micro-batches, and the update."""
+    engine, model, tp, pp = engine_of(point, tuned), model_of(point), point["tp"], point["pp"]
+    speed, shards = Roofline(adjusted(hardware, point), engine.traits), stages_of(point, model)
+    cp = point.get("context_parallel", 1)
     work = Work.of([point["seq"]] * point["micro_batch"])
-    n = point["global_batch"] // dp // point["micro_batch"]
-    forward, backward = zip(*(speed.train(shard, work, range(tp)) for shard in shards), strict=True)
-    sends = (speed.send(work.tokens * model.hidden * 2 / tp, 0, tp),) * pp
-    seconds = n * (forward[0] + backward[0])
-    if pp > 1:
-        seconds = uniform_makespan(train_schedule, n, forward, backward, sends)
-    numel, replicas = max(shard_numels(model, tp, pp)), range(0, dp * tp, tp)
-    seconds += speed.optimizer(shards[0], numel // dp)
-    seconds += speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-    return seconds + speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, replicas)
+    work = work._replace(tokens=work.tokens // cp, pairs=work.pairs // cp)
+    n = point["global_batch"] // point["dp"] // point["micro_batch"]
+    by_shard = {
+        shard: _with_extras(point, speed, shard, work, *speed.train(shard, work, range(tp)))
+        for shard in dict.fromkeys(shards)
+    }
+    times = [by_shard[shard] for shard in shards]
+    forward, backward = zip(*times, strict=True)
+    if point.get("zero") == 3:
+        seconds = n * _sharded_pass(point, speed, shards[0], forward[0], backward[0])
+    else:  # 1F1B: the slowest stage is busy, but for a pass through the other stages at the start and the end
+        send = 2 * speed.send(work.tokens * model.hidden * 2 / tp, 0, tp)
+        busy = [f + b for f, b in times]
+        filling = sum(busy) - max(busy) + (pp - 1) * send
+        seconds = n * max(busy) + filling / point.get("virtual_stages", 1)
+    return seconds + _update_seconds(point, engine, speed, shards[0], forward[0], backward[0])
 
 
-def generation_seconds(point: Point, hardware: Hardware) -> float:
+def _with_extras(
+    point: Point, speed: Roofline, shard: StageShard, work: Work, forward: float, backward: float
+) -> tuple[float, float]:
+    """Add recomputation of another kind than ours, and the exchange of tokens between experts."""
+    kind, blocks = point.get("recompute_kind"), replace(shard, first=False, last=False)
+    if kind == "every-second-layer":
+        backward += speed.forward(blocks, work, range(shard.tp)) / 2
+    elif kind == "every-second-matmul":
+        backward += speed._forward(blocks, work).products * shard.n_blocks / 2
+    elif kind == "attention":
+        backward += speed._forward(blocks, work).attention * shard.n_blocks
+    ep = point.get("expert_parallel", 1)
+    if ep > 1:
+        sent = work.tokens * shard.model.hidden * 2 * shard.model.experts_per_token / shard.tp * (ep - 1) / ep
+        exchange = 2 * shard.n_blocks * speed.send(sent, 0, ep * shard.tp - 1)
+        forward, backward = forward + exchange, backward + exchange
+    return forward, backward
+
+
+def _sharded_pass(point: Point, speed: Roofline, shard: StageShard, forward: float, backward: float) -> float:
+    """Return the seconds of a micro-batch with ZeRO-3: blocks are gathered while the previous one computes."""
+    n, tp = shard.n_blocks, point["tp"]
+    replicas = range(0, point.get("shard_group", point["dp"] * tp), tp)
+    nbytes = 2 * max(shard_numels(replace(shard.model, n_layers=1, vocab=1, lora=None), shard.tp, 1))
+    gather = speed.collective(CollectiveKind.ALL_GATHER, nbytes, replicas)
+    reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, nbytes, replicas)
+    return max(forward, n * gather) + max(backward, n * (gather + reduce)) + gather + reduce
+
+
+def _update_seconds(
+    point: Point, engine: PublishedEngine, speed: Roofline, shard: StageShard, forward: float, backward: float
+) -> float:
+    replicas_n, tp = point["dp"] * point.get("context_parallel", 1), point["tp"]
+    numel, replicas = max(shard_numels(shard.model, tp, point["pp"])), range(0, replicas_n * tp, tp)
+    seconds = speed.optimizer(shard, numel // (replicas_n if point.get("zero", 1) else 1))
+    if point.get("zero") == 3:
+        return seconds
+    reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, engine.gradient_bytes * numel, replicas)
+    gather = speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, replicas)
+    if engine.overlaps_data_parallel:
+        reduce, gather = max(0.0, reduce - backward), max(0.0, gather - forward)
+    return seconds + reduce + gather
+
+
+def generation_seconds(point: Point, hardware: Hardware, tuned: float) -> float:
     """Return the predicted seconds of a batch, with its prefill if the point includes it."""
-    model, speed, ranks = model_of(point["model"]), Roofline(hardware), range(point["tp"])
+    speed, ranks = Roofline(adjusted(hardware, point), engine_of(point, tuned).traits), range(point["tp"])
+    model, new = model_of(point), point.get("new", 0)
     shard = StageShard(model, point["tp"], model.n_layers, True, True, True)
-    context = point["prompt"] + point["new"] / 2
-    seconds = point["new"] * speed.decode(shard, point["batch"], context, ranks)
-    if point["kind"] == "generate":
-        seconds += speed.forward(shard, Work.of([point["prompt"]] * point["batch"]), ranks)
+    seconds = new * speed.decode(shard, point["batch"], point["prompt"] + new / 2, ranks)
+    if point["kind"] != "decode":
+        body, head = replace(shard, last=False), replace(shard, n_blocks=0, first=False)
+        seconds += speed.forward(body, Work.of([point["prompt"]] * point["batch"]), ranks)
+        seconds += speed.decode(head, point["batch"], 0, ranks)
     return seconds
 
 
-def ratio(point: Point) -> float:
+def ratio(point: Point, hardware: Hardware, tuned: float) -> float:
     """Return the predicted time divided by the published one."""
-    hardware = replace(read_hardware(MACHINES[point["hardware"]]), compute_capability=9.0)  # decoding is captured
-    if point["kind"] == "train":
-        return training_seconds(point, hardware) / float(point["seconds"])
-    return generation_seconds(point, hardware) * float(point["tokens_per_s"]) / (point["batch"] * point["new"])
+    predict = training_seconds if point["kind"] == "train" else generation_seconds
+    return predict(point, hardware, tuned) / published_seconds(point)
+
+
+def published_seconds(point: Point) -> float:
+    if "seconds" in point:
+        return float(point["seconds"])
+    return point["batch"] * point["new"] / float(point["tokens_per_s"])
 
 
 def describe(point: Point) -> str:
-    keys = ("seq", "dp", "tp", "pp", "micro_batch", "recompute", "batch", "prompt", "new")
+    keys = ("seq", "dp", "tp", "pp", "zero", "micro_batch", "global_batch", "recompute", "compiled", "batch", "prompt",
+            "new")  # fmt: skip
     conditions = " ".join(f"{key}={point[key]}" for key in keys if key in point)
     return f"{point['hardware']} {point['model']['layers']}x{point['model']['hidden']} {conditions}"
 
@@ -97,22 +185,33 @@ def points(files: Sequence[Path]) -> Iterator[Point]:
         yield from map(json.loads, file.read_text().splitlines())
 
 
+def summary(ratios: Sequence[float]) -> str:
+    errors = sorted(abs(one - 1) for one in ratios)
+    rms = math.sqrt(statistics.mean(math.log(one) ** 2 for one in ratios))
+    p90 = errors[math.ceil(0.9 * len(errors)) - 1]
+    return f"median error {statistics.median(errors):.1%}, 90 % below {p90:.1%}, root mean square {rms:.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--all", action="store_true", help="print every point")
     options = parser.parse_args()
     by_source: dict[tuple[str, str], list[float]] = {}
-    for point in points([OWN, *options.files]):
-        found = ratio(point)
+    not_compared: Counter[tuple[str, str]] = Counter()
+    for point in points([POINTS, *options.files]):
+        if point["kind"] not in TIMED:
+            not_compared[point["kind"], point["source"]] += 1
+            continue
+        found = ratio(point, machine_of(point), TUNED_PRODUCTS[point["hardware"]])
         by_source.setdefault((point["kind"], point["source"]), []).append(found)
         if options.all:
             print(f"{found:5.2f}  {describe(point)}")
     for (kind, source), ratios in by_source.items():
-        errors = sorted(abs(one - 1) for one in ratios)
-        p90 = errors[int(0.9 * (len(errors) - 1))]
-        print(f"{kind:8} {len(ratios):3} points: median error {statistics.median(errors):.0%}, 90 % below {p90:.0%}, "
+        print(f"{kind:8} {len(ratios):3} points: {summary(ratios)}, "
               f"predicted / published {min(ratios):.2f} to {max(ratios):.2f}: {source}")  # fmt: skip
+    for (kind, source), n in not_compared.items():
+        print(f"{kind:8} {n:3} points, not compared: {source}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Hardware limits and workload of the cost model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from realhf.api.batch_meta import PROMPT, RowId
@@ -37,6 +37,10 @@ class Hardware:
     plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of workers of a node that compute at full speed
     concurrently: CPU workers share cores (0: no sharing). Links are per device: ``node`` within a node, ``cluster``
     between nodes, ``host`` to the memory of offloaded weights.
+
+    ``sms`` is the number of multiprocessors (0: the shapes of products do not matter). ``nvls_bandwidth`` is message
+    size / time of all-reduces inside the switches of a node (0: they have none). Links between pods of ``pod_nodes``
+    nodes (0: one pod) have ``oversubscription`` times less bandwidth.
     """
 
     name: str
@@ -57,6 +61,10 @@ class Hardware:
     attention_flops: float = 0.0
     launch: float = 0.0
     compute_capability: float = 0.0
+    sms: int = 0
+    nvls_bandwidth: float = 0.0
+    pod_nodes: int = 0
+    oversubscription: float = 1.0
 
     @property
     def usable(self) -> float:
@@ -67,7 +75,14 @@ class Hardware:
         """Return the link between two workers: the device's own memory, the node link, or the network."""
         if src == dst:
             return Link(self.memory_bandwidth / 2)  # a copy reads and writes
-        return self.node if src // self.node_size == dst // self.node_size else self.cluster
+        first, second = src // self.node_size, dst // self.node_size
+        return self.node if first == second else self.network((first, second))
+
+    def network(self, nodes: Collection[int]) -> Link:
+        """Return the link of a device to the network that connects these nodes."""
+        if self.pod_nodes and min(nodes) // self.pod_nodes != max(nodes) // self.pod_nodes:
+            return replace(self.cluster, bandwidth=self.cluster.bandwidth / self.oversubscription)
+        return self.cluster
 
 
 @dataclass(frozen=True)

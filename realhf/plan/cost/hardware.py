@@ -15,8 +15,8 @@ from realhf.base.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "machines"
 LINKS = ("node", "cluster", "host")
-DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth")
-WHOLE = ("node_size", "cores")
+DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth", "oversubscription")
+WHOLE = ("node_size", "cores", "sms", "pod_nodes")
 
 
 def read_hardware(name: str, node_size: int | None = None) -> Hardware:

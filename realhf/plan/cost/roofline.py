@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from realhf.api.config.choices import Recompute
-from realhf.api.machine import GROUPED_CAPABILITIES, Hardware, Link
+from realhf.api.machine import GROUPED_CAPABILITIES, Hardware
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.cost.collectives import collective_seconds
+from realhf.plan.cost.engine_traits import OWN, EngineTraits
+from realhf.plan.cost.products import Product, backward_products, block_products, product_seconds
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 
 KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8
@@ -16,9 +20,22 @@ LAUNCHES = {  # by block outside of a graph: an inference pass, a training pass,
 }
 """Counts of tests/gpu_emulated/test_ceilings.py: llama and qwen3_moe in bfloat16, without the fused kernels of csrc."""
 ATTENTION_BACKWARD = 2.5  # times the operations of the forward pass: five products for two (arXiv 2307.08691, 3.1)
+ATTENTION_TILE = 128  # rows and columns of scores that attention computes together, also where the mask hides some
 OPTIMIZER_BYTES = 28  # per parameter: float32 gradient, master weight and two moments read, the last three written
 LOGITS_BYTES = {"cpu": 24 << 20}  # chunk of logits that the log-prob head materializes (ops/logprobs.py)
 DEFAULT_LOGITS_BYTES = 256 << 20
+
+
+class Pass(NamedTuple):
+    """Seconds of a block in a forward pass or a backward pass, without communication."""
+
+    products: float
+    attention: float
+    elementwise: float
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.attention + self.elementwise
 
 
 @dataclass(frozen=True)
@@ -26,40 +43,42 @@ class Roofline:
     """``Speed`` without a profile: matrix products count by operations, everything else by its memory traffic."""
 
     hardware: Hardware
+    traits: EngineTraits = OWN
 
     @property
     def call(self) -> float:
         return self.hardware.call
 
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        inside = self._block(shard, work) + self._attention(shard, work)
-        inside += self._all_reduces(shard, work.tokens, ranks)
+        inside = self._forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
         inside = max(inside, self._launches(shard)[0])
         return shard.n_blocks * inside + self._ends(shard, work.tokens)
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
-        block, reduces = self._block(shard, work), self._all_reduces(shard, work.tokens, ranks)
-        attention, (launching, both, _) = self._attention(shard, work), self._launches(shard)
-        inside = max(block + attention + reduces, launching)
+        first, back = self._forward(shard, work), self._backward(shard, work)
+        reduces = self._all_reduces(shard, work.tokens, ranks) * (1.0 - self.traits.tp_overlap)
+        launching, both, _ = self._launches(shard)
+        inside = max(first.seconds + reduces, launching)
         forward = shard.n_blocks * inside + self._ends(shard, work.tokens)
         recompute_s = 0.0
         if shard.recompute is Recompute.full:
             recompute_s = shard.n_blocks * inside
-        elif shard.recompute is Recompute.selective:  # read and write what the products take
-            recomputed = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize
-            recompute_s = shard.n_blocks * work.tokens * recomputed / self.hardware.memory_bandwidth
-        # two products for each one of the forward pass, one for frozen weights; the head recomputes its logits
+        elif shard.recompute is Recompute.selective:
+            recompute_s = shard.n_blocks * self._recomputed_inputs(shard, work, first)
+        inside = max(back.seconds + reduces, both - launching)
+        # two products for each one of the forward pass, one for frozen weights
         products = 2 if shard.model.lora is None else 1
-        inside = max(products * block + ATTENTION_BACKWARD * attention + reduces, both - launching)
-        backward = shard.n_blocks * inside + (1 + products) * self._ends(shard, work.tokens)
+        backward = shard.n_blocks * inside + (self.traits.head_passes - 1 + products) * self._ends(shard, work.tokens)
         return forward, backward + recompute_s
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
         config, size = shard.model, shard.itemsize
-        flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / shard.tp
-        kv = 2 * rows * context * max(1.0, config.n_kv_heads / shard.tp) * config.head_dim
-        touched = (_touched_numel(config, rows) / shard.tp + kv) * size + _dequantization_bytes(shard)
-        block = self._time(flops, touched, KERNELS_PER_BLOCK) + self._all_reduces(shard, rows, ranks)
+        products = sum(n * self._product(p, size) for n, p in block_products(config, shard.tp, rows))
+        flops = 4 * rows * config.n_heads * config.head_dim * context / shard.tp
+        n_kv = config.n_kv_heads if self.traits.has_grouped_kv else config.n_heads
+        kv = 2 * rows * context * max(1.0, n_kv / shard.tp) * config.head_dim * size
+        attention = self._time(flops, kv + _dequantization_bytes(shard), self.traits.decode_kernels)
+        block = products + attention + self._all_reduces(shard, rows, ranks)
         if not self._is_captured(shard):
             block = max(block, self._launches(shard)[2])
         return shard.n_blocks * block + self._ends(shard, rows)
@@ -67,11 +86,13 @@ class Roofline:
     def _is_captured(self, shard: StageShard) -> bool:
         """Return True if decoding steps are CUDA graphs, which models/engine/decode/cuda_graphs.py decides."""
         has_routed_kernel = int(self.hardware.compute_capability) in GROUPED_CAPABILITIES and shard.bf16
-        return shard.first and shard.last and (not shard.model.n_experts or has_routed_kernel)
+        is_whole = shard.first and shard.last and self.traits.captures_decoding
+        return is_whole and (not shard.model.n_experts or has_routed_kernel)
 
     def _launches(self, shard: StageShard) -> tuple[float, float, float]:
         """Return the seconds in which the host launches the kernels of a block, for each pass of ``LAUNCHES``."""
-        inference, training, decoding = LAUNCHES["routed" if shard.model.n_experts else "dense"]
+        counted = LAUNCHES["routed" if shard.model.n_experts else "dense"]
+        inference, training, decoding = self.traits.launches or counted
         launch = self.hardware.launch
         return inference * launch, training * launch, decoding * launch
 
@@ -79,15 +100,7 @@ class Roofline:
         return numel * OPTIMIZER_BYTES / self.hardware.memory_bandwidth
 
     def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
-        """Ring algorithms: n - 1 steps for all-gather and reduce-scatter, twice as many for all-reduce."""
-        n = len(ranks)
-        if n == 1:
-            return 0.0
-        link = self._ring(ranks)
-        if kind is CollectiveKind.BROADCAST:
-            return link.latency * (n - 1).bit_length() + nbytes / link.bandwidth
-        rounds = 2 if kind is CollectiveKind.ALL_REDUCE else 1
-        return rounds * (n - 1) * (link.latency + nbytes / n / link.bandwidth)
+        return collective_seconds(self.hardware, kind, nbytes, ranks)
 
     def send(self, nbytes: float, src: int, dst: int) -> float:
         return self.hardware.link(src, dst).seconds(nbytes)
@@ -109,20 +122,55 @@ class Roofline:
         hardware = self.hardware
         return max(flops / hardware.flops, nbytes / hardware.memory_bandwidth) + kernels * hardware.kernel
 
-    def _attention(self, shard: StageShard, work: Work) -> float:
-        """Seconds of attention to the visible keys, whose scores are not stored."""
-        flops = 4 * shard.model.n_heads * shard.model.head_dim / shard.tp * work.pairs
-        return flops / (self.hardware.attention_flops or self.hardware.flops)
+    def _product(self, product: Product, itemsize: int) -> float:
+        return product_seconds(self.hardware, product, itemsize, self.traits.products)
 
-    def _block(self, shard: StageShard, work: Work) -> float:
-        """Seconds of a block without attention."""
-        config, size = shard.model, shard.itemsize
-        products = 2 * _active_numel(config) / shard.tp * work.tokens
-        wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / shard.tp
-        heads = config.head_dim * (4 * config.n_heads + 4 * config.n_kv_heads) / shard.tp
-        streamed = work.tokens * (6 * config.hidden + heads + wide) * size + _dequantization_bytes(shard)
-        products_s = self._time(products, _touched_numel(config, work.tokens) / shard.tp * size, 0)
-        return products_s + streamed / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
+    def _forward(self, shard: StageShard, work: Work) -> Pass:
+        products = block_products(shard.model, shard.tp, work.tokens)
+        seconds = sum(n * self._product(p, shard.itemsize) for n, p in products)
+        return Pass(seconds, self._attention(shard, work), self._elementwise(shard, work.tokens))
+
+    def _backward(self, shard: StageShard, work: Work) -> Pass:
+        has_weights = shard.model.lora is None
+        seconds = sum(
+            n * self._product(each, shard.itemsize)
+            for n, p in block_products(shard.model, shard.tp, work.tokens)
+            for each in backward_products(p, has_weights)
+        )
+        attention = ATTENTION_BACKWARD * self._attention(shard, work)
+        kernels = KERNELS_PER_BLOCK * self.hardware.kernel
+        elementwise = self.traits.backward_elements * (self._elementwise(shard, work.tokens) - kernels)
+        return Pass(seconds, attention, elementwise + 2 * kernels)
+
+    def _attention(self, shard: StageShard, work: Work) -> float:
+        """Seconds of attention to the visible keys and to the masked ones of the tiles on the diagonal."""
+        config, traits, hardware = shard.model, self.traits, self.hardware
+        heads = config.n_heads / shard.tp
+        if traits.score_elements:  # all scores are computed and stored
+            scores = heads * 2 * work.pairs
+            products = 4 * config.head_dim * scores / hardware.flops
+            return products + traits.score_elements * scores * shard.itemsize / self.hardware.memory_bandwidth
+        pairs = work.pairs + (work.tokens * ATTENTION_TILE / 2 if hardware.sms else 0)
+        flops = 4 * heads * config.head_dim * pairs
+        return flops / ((hardware.attention_flops or hardware.flops) * traits.attention)
+
+    def _elementwise(self, shard: StageShard, tokens: int) -> float:
+        """Seconds of the elementwise kernels of a block's forward pass, and of starting all its kernels."""
+        config, traits, size = shard.model, self.traits, shard.itemsize
+        n_kv = config.n_kv_heads if traits.has_grouped_kv else config.n_heads
+        share = shard.tp if shard.sequence_parallel else 1
+        hidden = traits.hidden_elements * config.hidden / share
+        heads = traits.head_elements * config.head_dim * 2 * (config.n_heads + n_kv) / shard.tp
+        mlp = traits.mlp_elements * mlp_width(config) / shard.tp * (1 if config.mlp == "gated" else 2 / 3)
+        nbytes = tokens * (hidden + heads + mlp) * size + _dequantization_bytes(shard)
+        return nbytes / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
+
+    def _recomputed_inputs(self, shard: StageShard, work: Work, forward: Pass) -> float:
+        """Seconds of selective recomputation: what products read is computed again, or attention whose scores are."""
+        if self.traits.score_elements:
+            return forward.attention
+        nbytes = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize * work.tokens
+        return nbytes / self.hardware.memory_bandwidth
 
     def _ends(self, shard: StageShard, tokens: int) -> float:
         config, size = shard.model, shard.itemsize
@@ -132,24 +180,14 @@ class Roofline:
         if shard.last:
             width = (config.vocab if config.head == "lm" else 1) / shard.tp
             logits = tokens * width
-            streamed = logits * (size + 8) + (width + tokens) * config.hidden * size
-            seconds += self._time(2 * config.hidden * logits, streamed, KERNELS_PER_END)
+            seconds += self._product(Product(tokens, width, config.hidden), size)
+            seconds += self._time(0, logits * (size + 8) + tokens * config.hidden * size, KERNELS_PER_END)
         return seconds
 
     def _all_reduces(self, shard: StageShard, tokens: int, ranks: Sequence[int]) -> float:
         """Two all-reduces per block: after attention and after the MLP."""
         nbytes = tokens * shard.model.hidden * shard.itemsize
         return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if shard.tp > 1 else 0.0
-
-    def _ring(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link of a ring. Each member of a node adds a port to its connection to other nodes."""
-        hardware = self.hardware
-        nodes = {rank // hardware.node_size for rank in ranks}
-        if len(nodes) == 1:
-            return hardware.node
-        ports = max(1, len(ranks) // len(nodes))
-        outside = Link(hardware.cluster.bandwidth * ports, hardware.cluster.latency)
-        return min(outside, hardware.node, key=lambda link: link.bandwidth) if ports > 1 else outside
 
 
 @dataclass(frozen=True)
@@ -203,7 +241,7 @@ def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool
     residual = config.hidden * (2 / share + 2)
     attention = config.head_dim * ((heads + 2 * kv) + (heads + kv) + heads)
     copies = 4 if config.mlp == "gated" else 2
-    dense, routed = copies * config.intermediate / tp, _routed(config)
+    dense, routed = copies * config.intermediate / tp, routed_share(config)
     per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 
@@ -213,31 +251,8 @@ def recomputed_numel(config: ModelConfig, tp: int) -> float:
 
     They are the normalised inputs of attention and of a dense MLP, and the input of its down projection.
     """
-    dense = 1 - _routed(config)
+    dense = 1 - routed_share(config)
     return config.hidden * (1 + dense) + dense * config.intermediate / tp
-
-
-def _mlp_width(config: ModelConfig) -> float:
-    """Mean MLP width that a token passes through."""
-    routed = _routed(config)
-    return (1 - routed) * config.intermediate + routed * config.experts_per_token * config.expert_intermediate
-
-
-def _routed(config: ModelConfig) -> float:
-    return len(config.routed_layers) / config.n_layers
-
-
-def _active_numel(config: ModelConfig) -> float:
-    return _block_numel(config, _mlp_width(config))
-
-
-def _touched_numel(config: ModelConfig, tokens: int) -> float:
-    """Mean weights per block that are read for ``tokens`` tokens: only experts that receive one are read."""
-    if not config.n_experts:
-        return _active_numel(config)
-    share = 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
-    experts = share * config.n_experts * config.expert_intermediate
-    return _block_numel(config, (1 - _routed(config)) * config.intermediate + _routed(config) * experts)
 
 
 def _dequantization_bytes(shard: StageShard) -> float:
@@ -245,11 +260,12 @@ def _dequantization_bytes(shard: StageShard) -> float:
     lora = shard.model.lora
     if lora is None or not lora.bits:
         return 0.0
-    return _active_numel(shard.model) / shard.tp * (lora.bits / 8 + shard.itemsize)
+    return _block_numel(shard.model) / shard.tp * (lora.bits / 8 + shard.itemsize)
 
 
-def _block_numel(config: ModelConfig, width: float) -> float:
-    """Mean weights per block for MLPs of the given width: attention, MLP and router."""
+def _block_numel(config: ModelConfig) -> float:
+    """Mean weights per block that a token passes through: attention, MLP and router."""
     attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     matrices = 3 if config.mlp == "gated" else 2
-    return attention + matrices * config.hidden * width + _routed(config) * config.hidden * config.n_experts
+    routed = routed_share(config) * config.n_experts
+    return attention + matrices * config.hidden * mlp_width(config) + config.hidden * routed

@@ -145,6 +145,23 @@ def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int)
     return tuple(totals)
 
 
+def routed_share(config: ModelConfig) -> float:
+    """Return the fraction of a model's blocks that have routed experts."""
+    return len(config.routed_layers) / config.n_layers
+
+
+def mlp_width(config: ModelConfig) -> float:
+    """Return the mean MLP width that a token passes through."""
+    routed = routed_share(config)
+    return (1 - routed) * config.intermediate + routed * config.experts_per_token * config.expert_intermediate
+
+
+def touched_experts(config: ModelConfig, tokens: int) -> float:
+    """Return the mean number of experts that at least one of ``tokens`` tokens is routed to."""
+    share = 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
+    return share * config.n_experts
+
+
 class Speed(Protocol):
     """Seconds on a worker that has its core or device to itself. ``ranks`` of a shard are its tensor-parallel group."""
 

@@ -35,14 +35,14 @@ def test_predefined_machines() -> None:
     assert MACHINES == ["a100", "cpu", "h100", "h200"]
     a100, h100, h200 = (read_hardware(name) for name in ("a100", "h100", "h200"))
     assert a100.flops < h100.flops == h200.flops and h100.memory < h200.memory
-    assert h100.memory == 80e9 and h100.node == Link(360e9, 1.5e-6) and h100.node_size == 8
+    assert h100.memory == 80e9 and h100.node == Link(370e9, 1.5e-6) and h100.node_size == 8
 
 
 def test_link_between_two_workers() -> None:
     h100 = read_hardware("h100")
     assert h100.link(3, 4) == h100.node and h100.link(7, 8) == h100.cluster
-    assert h100.link(2, 2).seconds(2.8e12) == 2.0  # a copy reads and writes
-    assert h100.node.seconds(0) == 0.0 and h100.node.seconds(360e9) == 1.0 + 1.5e-6
+    assert h100.link(2, 2).seconds(2.9e12) == 2.0  # a copy reads and writes
+    assert h100.node.seconds(0) == 0.0 and h100.node.seconds(370e9) == 1.0 + 1.5e-6
 
 
 def test_user_defined_file(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_all_problems_of_a_file_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [".inf", ".nan", "-3", "yes", "[1]"])
 def test_invalid_numbers(value: str, tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, GOOD.replace("flops: 650e12", f"flops: {value}"))
+    (problem,) = problems(tmp_path, GOOD.replace("flops: 660e12", f"flops: {value}"))
     assert problem.startswith("flops=") and problem.endswith("must be a finite number >= 0")
 
 
