@@ -122,7 +122,8 @@ class MeasuredLengths:
 def default_lengths(mean: float | None, longest: int) -> LengthDistribution:
     """Return the distribution of which only the ``mean`` after clipping at ``longest`` is known.
 
-    It is log-normal with ``DEFAULT_SIGMA``. Without a smaller mean all lengths are the longest.
+    It is log-normal with ``DEFAULT_SIGMA``, and its mean before clipping has four digits. Without a smaller mean all
+    lengths are the longest.
     """
     if mean is None or mean >= longest:
         return FixedLengths(longest)
@@ -133,7 +134,7 @@ def default_lengths(mean: float | None, longest: int) -> LengthDistribution:
             low = middle
         else:
             high = middle
-    return LogNormalLengths(math.exp(low), DEFAULT_SIGMA)
+    return LogNormalLengths(max(1.0, float(f"{math.exp(low):.4g}")), DEFAULT_SIGMA)
 
 
 def clipped_mean(lengths: LengthDistribution, longest: int) -> float:

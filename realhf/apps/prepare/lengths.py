@@ -39,7 +39,7 @@ def lengths_of(experiment: Experiment) -> LengthDistribution | None:
     if not options.lengths:
         return default_lengths(experiment.expected_new_tokens(), sampling.max_new_tokens)
     if options.new_tokens is not None:
-        raise UserError(f"{OPTION} and planner.new_tokens are both set; set one of them")
+        raise UserError(f"{OPTION}={options.lengths} and planner.new_tokens are both set; set one of them")
     return given_lengths(experiment)
 
 
@@ -75,7 +75,7 @@ def file_lengths(path: Path, where: str) -> MeasuredLengths:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot read the file ({error})") from error
-    lines = text.splitlines()
+    lines = text.split("\n")  # a JSON text may have other line separators
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
