@@ -52,8 +52,9 @@ def run_of(root: Path, n_steps: int = 3) -> Path:
     events = []
     for step in range(n_steps):
         scores = BatchMeta((RowId(2 * step, 0),), {"rewards": ColumnMeta("float32", (1,))})
+        greedy = BatchMeta((RowId(2 * step, PROMPT),), {"tokens": ColumnMeta("int64", (50,))})
         events += [fetched(step, [4, 6]), sampled(step, [4, 6], [[step + 1, 10], [3, 7]]),
-                   RowsReady("rew_inf", PromptRange(step, 2 * step, 2 * step + 2), {0: scores})]  # fmt: skip
+                   RowsReady("rew_inf", PromptRange(step, 2 * step, 2 * step + 2), {0: scores, 1: greedy})]  # fmt: skip
     return write_events(root, events)
 
 
@@ -147,6 +148,9 @@ def test_only_the_last_steps_of_a_long_run_are_read(tmp_path: Path) -> None:
     assert path.stat().st_size > 1 << 20
     found = given_lengths(config_of(tmp_path, "long"))
     assert isinstance(found, MeasuredLengths) and found.source == "steps 92 to 100 of e/long"
+    with path.open("ab") as file:
+        file.write(b'{"mfc":"other"' + b" " * (1 << 20) + b"}\n")  # of a step without responses
+    assert given_lengths(config_of(tmp_path, "long")) == found
     assert MAX_LENGTHS <= len(found.lengths) == 9 * 500 and set(found.lengths) == {*range(92, 101)}
 
 

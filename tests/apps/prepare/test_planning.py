@@ -221,6 +221,9 @@ def test_planner_of_an_experiment(generation: GenerationExperiment) -> None:
     planner = planner_of(generation, generation.graph(), {"model": LLAMA}, None, report.machine, "cpu")
     assert planner.calls.limits == {"gen": MicroBatching(1, 777)} and planner.n_workers == 2
     assert planner.calls.cost.workload.samples == 3 and planner.calls.batch_size == 4
+    assert planner.calls.cost.pads_cache
+    on_gpus = planner_of(generation, generation.graph(), {"model": LLAMA}, None, report.machine, "cuda")
+    assert not on_gpus.calls.cost.pads_cache
     assert report.n_rows == 0 and report.n_rows_text == "maximum-length sequences"
 
 
