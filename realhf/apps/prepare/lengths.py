@@ -1,6 +1,7 @@
 """Expected response lengths of an experiment: as given by its options, from a file, or measured in an earlier run."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,11 @@ def given_lengths(config: ExperimentConfig) -> LengthDistribution:
     """Return the distribution of ``planner.lengths``; ``UserError`` names the option, its value and a valid form."""
     text = config.planner.lengths
     where = f"{OPTION}={text}"
-    path = Path(text)
-    runs = [path, Path(config.fileroot) / config.experiment_name / text, Path(config.fileroot) / text]
-    if folder := next((some for some in runs if some.is_dir()), None):
+    path, trials = Path(text), Path(config.fileroot) / config.experiment_name
+    # unlike methods of Path, these accept texts that cannot be a path
+    if folder := next((some for some in (path, trials / text, trials.parent / text) if os.path.isdir(some)), None):
         return run_lengths(RunDir(folder), where)
-    if path.is_file():
+    if os.path.isfile(path):
         return file_lengths(path, where)
     try:
         found = parse_lengths(text)
@@ -62,7 +63,7 @@ def given_lengths(config: ExperimentConfig) -> LengthDistribution:
             some.name for some in (Path(config.fileroot) / config.experiment_name).glob("*") if some.is_dir()
         )
         hint = did_you_mean(text, [*known, *EXAMPLES.values()])
-        raise UserError(f"{where}: there is no such distribution, file or run in {runs[1].parent}; {HINT}{hint}")
+        raise UserError(f"{where}: there is no such distribution, file or run in {trials}; {HINT}{hint}")
     return found
 
 

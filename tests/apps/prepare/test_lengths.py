@@ -92,6 +92,8 @@ def test_without_the_option_the_mean_or_the_maximum_is_assumed(tmp_path: Path) -
         ("normal(5,1)", "planner.lengths=normal(5,1): unknown distribution normal; known are lognormal(MEAN,SIGMA)"),
         ("nowhere", "planner.lengths=nowhere: there is no such distribution, file or run in "),
         ("930", "planner.lengths=930: there is no such distribution, file or run in "),
+        ("x" * 5000, ": there is no such distribution, file or run in "),
+        ("a\0b", ": there is no such distribution, file or run in "),
         ("trial-on", "did you mean trial-one ?"),
     ],
 )
