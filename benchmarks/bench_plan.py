@@ -27,6 +27,7 @@ from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
+from realhf.plan.lengths import FixedLengths, LengthDistribution, LogNormalLengths, representative_lengths
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import CppEvaluator, evaluator
 from realhf.plan.search.evaluate import PythonEvaluator
@@ -39,6 +40,7 @@ LLAMA_7B = ModelConfig("llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096)
 LLAMA_34B = replace(LLAMA_7B, n_layers=48, hidden=8192, n_heads=64, n_kv_heads=8, intermediate=22016)
 ACTORS = {8: LLAMA_7B, 128: LLAMA_34B, 1024: replace(LLAMA_34B, n_layers=80, intermediate=28672)}
 """Actor and reference by devices: 7B, 34B and 70B; critic and reward model have 7B."""
+LENGTHS = (FixedLengths(1024), LogNormalLengths(600, 0.7))
 SIZES = {8: 7e9, 128: 34e9, 1024: 70e9}
 """Parameters of actor and reference by devices; critic and reward model have 7e9."""
 WORK = {"actor_gen": 8.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 3.0, "critic_train": 3.0}
@@ -108,8 +110,8 @@ def plans_per_second(evaluator: PythonEvaluator | CppEvaluator, problem: Problem
     return n / (time.perf_counter() - begin)
 
 
-def planner_on(n_devices: int) -> Planner:
-    """Return a planner of PPO on H100: 512 prompts and responses of 1,024 tokens per step, bfloat16."""
+def planner_on(n_devices: int, lengths: LengthDistribution) -> Planner:
+    """Return a planner of PPO on H100: 512 prompts of 1,024 tokens and responses of up to 1,024 per step, bfloat16."""
     experiment = PPOExperiment()
     experiment.dataset.train_bs_n_seqs, experiment.ppo.gen.max_new_tokens = 512, 1024
     for role in ("actor", "critic", "ref", "rew"):
@@ -117,7 +119,7 @@ def planner_on(n_devices: int) -> Planner:
     graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
     scorer, actor = replace(LLAMA_7B, head="scalar"), ACTORS[n_devices]
     models = {"actor": actor, "ref": actor, "critic": scorer, "rew": scorer}
-    rows, hardware = Workload(((1024,),), (1024,)), read_hardware("h100")
+    rows, hardware = Workload(((1024,),), representative_lengths(lengths, 512, 1024)), read_hardware("h100")
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
     memory = MemoryModel(graph, models, roles, rows, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
     limits = {mfc.name: MicroBatching() for mfc in graph.mfcs}
@@ -141,14 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
-    for n_devices in ACTORS:
-        planner = planner_on(n_devices)
-        begin = time.perf_counter()
+    for n_devices, lengths in product(ACTORS, LENGTHS):
+        planner = planner_on(n_devices, lengths)
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         plan = planner.search(seed=seed).plan
-        middle = time.perf_counter()
+        middle, middle_cpu = time.perf_counter(), time.process_time()
         step = planner.predict(plan).seconds
-        spent = middle - begin, time.perf_counter() - middle
-        print(f"{n_devices:5} H100: planned in {spent[0]:5.2f} s, predicted in {spent[1]:.2f} s; step {step:.4g} s")
+        spent = middle - begin, middle_cpu - begin_cpu, time.perf_counter() - middle
+        print(f"{n_devices:5} H100, {lengths!s:<18}: planned in {spent[0]:5.2f} s ({spent[1]:.2f} s of CPU), predicted "
+              f"in {spent[2]:.2f} s; step {step:.4g} s")  # fmt: skip
     for n_devices in SIZES:
         problem = problem_on(n_devices, per_mesh=4)
         fast, slow = evaluator(problem), PythonEvaluator(problem)

@@ -120,12 +120,21 @@ class Workload:
     """Expected lengths of the rows of a run; ``prompts`` and ``response_lengths`` are used cyclically.
 
     ``prompts[i]`` holds the lengths of the dataset rows at a position: one prompt if responses are generated,
-    otherwise whole sequences. Every prompt gets ``samples`` responses.
+    otherwise whole sequences. Every prompt gets ``samples`` responses. ``assumption`` states the origin of
+    ``response_lengths``.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     response_lengths: tuple[int, ...] = ()
     samples: int = 1
+    assumption: str = ""
+
+    @property
+    def description(self) -> str:
+        """One line about the assumed lengths of rows."""
+        lengths = [sum(row) for row in self.prompts]
+        rows = f"{sum(lengths) / len(lengths):,.0f} tokens per {'prompt' if self.is_generated else 'row'} on average"
+        return f"{rows}; {self.assumption}" if self.assumption else rows
 
     @property
     def is_generated(self) -> bool:
@@ -153,7 +162,9 @@ class Workload:
         return tuple((RowId(position, i), prompt + length) for i, length in enumerate(self.responses_at(position)))
 
     def responses_at(self, position: int) -> tuple[int, ...]:
+        """Return the lengths of the responses to the prompt at a position."""
         n = len(self.response_lengths)
         first = position * self.samples % n
-        repeats = -(-(first + self.samples) // n)
-        return (self.response_lengths * repeats)[first : first + self.samples]
+        if first + self.samples <= n:
+            return self.response_lengths[first : first + self.samples]
+        return tuple(self.response_lengths[(first + i) % n] for i in range(self.samples))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.api.config.choices import WandbMode
-from realhf.api.config.option import COUNT, FILE, GIGABYTES, NON_NEGATIVE, POSITIVE, SECONDS, SEED, Range, opt
+from realhf.api.config.option import COUNT, FILE, GIGABYTES, NON_NEGATIVE, PATH, POSITIVE, SECONDS, SEED, Range, opt
 
 
 @dataclass
@@ -43,7 +43,11 @@ class PlannerConfig:
     profile: str = opt("", "profile of this machine (default: fileroot/profile.json, if it exists)", FILE)
     hardware: str = opt("", "hardware limits of what is not measured: a100, h100, h200, cpu or a YAML file", FILE)
     memory_gb: float | None = opt(None, "memory per worker in GB (default: device, or equal CPU share)", GIGABYTES)
-    new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)", POSITIVE)
+    new_tokens: float | None = opt(None, "expected mean length of responses in tokens, of a log-normal distribution "
+                                   "(default: all have max_new_tokens)", POSITIVE)  # fmt: skip
+    lengths: str = opt("", "expected lengths of responses: lognormal(MEAN,SIGMA), uniform(MIN,MAX), fixed(N), a file "
+                       "of lengths or of generations/, or an earlier run (its folder, TRIAL or EXPERIMENT/TRIAL)",
+                       PATH)  # fmt: skip
     env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",
                              NON_NEGATIVE)  # fmt: skip
     env_turns: float | None = opt(None, "expected replies per episode (default: env.max_turns)", POSITIVE)

@@ -12,6 +12,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.machine import Hardware, Workload
 from realhf.api.model_config import ModelConfig
+from realhf.apps.prepare.lengths import lengths_of
 from realhf.apps.profiles.measured import measured_speed, profile_problems
 from realhf.apps.profiles.profile_file import read_profile
 from realhf.base import native
@@ -27,6 +28,7 @@ from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
+from realhf.plan.lengths import FixedLengths, LengthDistribution, describe_lengths, representative_lengths
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 
@@ -105,11 +107,12 @@ def workload_of(
     rows: EncodedRows | None,
     sampling: GenerationConfig | None,
     samples: int,
-    new_tokens: float | None = None,
+    responses: LengthDistribution | None = None,
 ) -> Workload:
     """Return the expected workload: dataset rows in the order of the run, and responses of the expected lengths.
 
-    Without data (``rows`` is None) all prompts or rows have their maximum length.
+    Without data (``rows`` is None) all prompts or rows have their maximum length. Every step has as many long responses
+    as are expected in one. Without ``responses`` all have the maximum length.
     """
     dataset = config.dataset
     lengths: list[tuple[int, ...]]
@@ -122,19 +125,10 @@ def workload_of(
         lengths = [(len(row.prompt),) if sampling else row.sequence_lengths[:n_sequences] for row in first]
     if sampling is None:
         return Workload(tuple(lengths))
-    return Workload(tuple(lengths), response_lengths(new_tokens, sampling.max_new_tokens), samples)
-
-
-def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
-    """Return ``n`` lengths evenly spread around the mean, up to the longest; one length without a smaller mean.
-
-    Long and short lengths alternate, so that the samples of a prompt differ.
-    """
-    if mean is None or mean >= longest:
-        return (longest,)
-    spread = min(mean - 1, longest - mean)
-    ramp = [round(mean + spread * (2 * k / (n - 1) - 1)) for k in range(n)]
-    return tuple(max(1, ramp[k * 7 % n]) for k in range(n))
+    longest = sampling.max_new_tokens
+    responses = responses or FixedLengths(longest)
+    sampled = representative_lengths(responses, dataset.train_bs_n_seqs * samples, longest)
+    return Workload(tuple(lengths), sampled, samples, describe_lengths(responses, sampled, longest))
 
 
 def _role_on(device: str, role: RoleSpec) -> RoleSpec:
@@ -151,16 +145,20 @@ def planner_of(
     rows: EncodedRows | None,
     machine: MachineModel,
     device: str,
+    responses: LengthDistribution | None = None,
 ) -> Planner:
+    """Return the planner; ``responses`` are the expected lengths of the options, if they were read before."""
     sampling = experiment.planned_sampling()
     roles = {name: _role_on(device, role) for name, role in experiment.roles().items()}
-    samples, new_tokens = experiment.samples_per_prompt(), experiment.expected_new_tokens()
-    workload = workload_of(experiment, experiment.task, rows, sampling, samples, new_tokens)
+    samples = experiment.samples_per_prompt()
+    responses = lengths_of(experiment) if responses is None else responses
+    workload = workload_of(experiment, experiment.task, rows, sampling, samples, responses)
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node
     environment = experiment.environment_load()
-    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment)
+    pads_cache = device == "cpu"
+    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment, pads_cache)
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,

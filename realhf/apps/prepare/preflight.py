@@ -21,6 +21,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, trainer_problems, vllm_problems
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
+from realhf.apps.prepare.lengths import lengths_of
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.publish import push_problems
@@ -178,13 +179,14 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         findings.invalid += size_problems(experiment, rows, held_out, models) + empty_sources(experiment, rows.sizes)
     if device:
         machine = findings.attempt(lambda: machine_of(experiment, device, known, roles))
+    lengths = findings.attempt(lambda: lengths_of(experiment))
     findings.report()
     assert graph and plan and machine and device
     n_rows, n_held_out = (len(data) if data is not None else 0 for data in (rows, held_out))
     source_rows = rows.sizes if rows is not None else ()
 
     def report(machine: MachineModel) -> PlanReport:
-        planner = planner_of(experiment, graph, known, rows, machine, device)
+        planner = planner_of(experiment, graph, known, rows, machine, device, lengths)
         final = plan_for_mode(planner, experiment) if experiment.allocation_mode in PLANNED else plan
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)

@@ -18,6 +18,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
+from realhf.plan.cost.decode_time import CacheReads, DecodeTimer, decode_schedule
 from realhf.plan.cost.environment import rollout_seconds
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
 from realhf.plan.cost.speed import (
@@ -62,6 +63,8 @@ class CostModel:
     """Costs of the instructions of one experiment on one machine. ``models`` and ``roles`` are by role.
 
     ``share_prompts``: engines compute a prompt once for all its rows in a micro-batch (``models/engine/packing.py``).
+    ``pads_cache``: a decoding step reads as much cache for every row as for the longest, unless the kernel is fused (on
+    CPUs; kernels of GPUs read each row's own, ``ops/varlen.py``).
     """
 
     graph: Graph
@@ -73,6 +76,7 @@ class CostModel:
     sampling: GenerationConfig | None = None
     share_prompts: bool = False
     environment: EnvironmentLoad | None = None
+    pads_cache: bool = False
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
@@ -199,88 +203,26 @@ class CostModel:
             seconds += self.speed.collective(CollectiveKind.ALL_REDUCE, 8, layout.axis(axis, group[0]))
         return seconds
 
+    def sampled(self, mfc: MFC, rows: BatchRows) -> tuple[int, ...]:
+        """Return the lengths of the responses that a generating call samples to prompts, in their order."""
+        n = 1 if mfc.per_prompt else None
+        return tuple(length for row in rows.ids for length in self.workload.responses_at(row.prompt)[:n])
+
     def _generate(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
         if not rows.ids:
             return NO_COST
         assert self.sampling is not None and mfc.role is not None
-        stages = self._stages(mfc, placement.layout, dp)
-        limit = placement.micro_batching.max_tokens_per_mb
-        n_sampled = 1 if mfc.per_prompt else None
-        queue = [(length, response) for row, length in zip(rows.ids, rows.lengths, strict=True)
-                 for response in self.workload.responses_at(row.prompt)[:n_sampled]]  # fmt: skip
-        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(queue))
-        n = len(queue) // len(rows.ids)
-        is_fused = self.share_prompts and stages[0][0].is_fused
+        stages, responses = self._stages(mfc, placement.layout, dp), self.sampled(mfc, rows)
+        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(responses))
+        reads = CacheReads.PADDED if self.pads_cache else CacheReads.OWN
+        if self.share_prompts and stages[0][0].is_fused:
+            reads = CacheReads.SHARED
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
-        simulation = _DecodeSimulation(self.speed, stages, slots, limit, n if is_fused else 0, send)
-        seconds = simulation.run(queue, n)
+        timer = DecodeTimer(self.speed, stages, placement.micro_batching.max_tokens_per_mb, send)
+        seconds = timer.seconds(decode_schedule(rows.lengths, responses, slots, reads))
         if self.environment is not None and not mfc.per_prompt:
-            seconds = rollout_seconds(self.environment, len(queue), slots, seconds)
-        return Cost(seconds, simulation.busy * placement.layout.strategy.tp)
-
-
-@dataclass
-class _DecodeSimulation:
-    """Timing of one replica's generation, as in models/engine/decode/generate.py.
-
-    Prompts are prefilled once for all their responses. ``group_size`` rows read the cached tokens of their prompt once
-    and their own; 0: all rows read as many tokens as the longest.
-    """
-
-    speed: Speed
-    stages: Stages
-    n_slots: int
-    token_limit: int
-    group_size: int
-    send: Callable[[int], float]
-    busy: float = 0.0
-
-    def __post_init__(self) -> None:
-        # the head computes only the last token of a prompt
-        self._bodies = [replace(shard, last=False) for shard, _ in self.stages]
-        self._heads = [replace(shard, n_blocks=0, first=False) for shard, _ in self.stages]
-
-    def run(self, queue: list[tuple[int, int]], n: int) -> float:
-        """Return the seconds to sample (prompt, response) lengths, of which ``n`` in succession share a prompt."""
-        seconds, queue = 0.0, list(reversed(queue))
-        live: list[tuple[int, int, int]] = []  # tokens: prompt, sampled, remaining
-        while queue or live:
-            free = self.n_slots - len(live)
-            if queue and (free * 8 >= self.n_slots or free >= len(queue)):
-                fresh = [queue.pop() for _ in range(min(free, len(queue)))]
-                seconds += self._prefill([prompt for prompt, _ in fresh[::n]], len(fresh))
-                live += [(prompt, 1, response - 1) for prompt, response in fresh]
-            else:
-                steps = max(1, min(left for *_, left in live))
-                context: float = max(prompt + sampled for prompt, sampled, _ in live)
-                if self.group_size:
-                    context = sum(prompt / self.group_size + sampled for prompt, sampled, _ in live) / len(live)
-                seconds += self._decode(steps, len(live), context + steps / 2)
-                live = [(prompt, sampled + steps, left - steps) for prompt, sampled, left in live]
-            live = [row for row in live if row[2] > 0]
-        return seconds
-
-    def _prefill(self, prompts: list[int], n_rows: int) -> float:
-        work = Work.of(prompts)
-        passes = max(1, -(-work.tokens // self.token_limit))
-        times = [
-            self.speed.forward(body, work, ranks) + self.speed.decode(head, n_rows, 0, ranks)
-            for body, head, (_, ranks) in zip(self._bodies, self._heads, self.stages, strict=True)
-        ]
-        self.busy += sum(times)
-        bubble = sum(times) / passes + (passes - 1) / passes * max(times)
-        return bubble + (len(times) - 1) * self.send(-(-work.tokens // passes))
-
-    def _decode(self, n: int, n_rows: int, context: float) -> float:
-        """Return the seconds of ``n`` tokens for all rows; groups of rows are pipelined over the stages."""
-        n_groups = min(len(self.stages), n_rows)
-        rows = -(-n_rows // n_groups)
-        times = [self.speed.decode(shard, rows, context, ranks) for shard, ranks in self.stages]
-        self.busy += n * n_groups * sum(times)
-        if len(times) == 1:
-            return n * times[0]
-        round_trip = sum(times) + len(times) * self.send(rows)
-        return n * max(round_trip, n_groups * max(times))
+            seconds = rollout_seconds(self.environment, len(responses), slots, seconds)
+        return Cost(seconds, timer.busy * placement.layout.strategy.tp)
 
 
 def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:

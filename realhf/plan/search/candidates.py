@@ -104,9 +104,19 @@ class Candidates:
     def _cost(self, mfc: MFC, placement: Placement, rows: Sequence[BatchRows]) -> Cost:
         if self.hardware.cores:
             return self.cost.compute(mfc, placement, rows)
-        # without shared cores, the replica with most work determines the time
-        alone = self.cost.compute(mfc, placement, [_busiest(rows, mfc.n_minibatches)])
-        return Cost(alone.seconds, alone.seconds * placement.layout.strategy.world)
+        # without shared cores, the slowest replica determines the time
+        slowest = [_busiest(rows, mfc.n_minibatches)]
+        if mfc.kind is Kind.GENERATE:
+            slowest = self._longest(mfc, rows)
+        seconds = max(self.cost.compute(mfc, placement, [replica]).seconds for replica in slowest)
+        return Cost(seconds, seconds * placement.layout.strategy.world)
+
+    def _longest(self, mfc: MFC, rows: Sequence[BatchRows]) -> list[BatchRows]:
+        """Return the replicas that may be the slowest in generation: with the most tokens, and the longest response."""
+        sampled = {replica: self.cost.sampled(mfc, replica) for replica in rows if replica.ids}
+        most = max(sampled, key=lambda replica: sum(replica.lengths) + sum(sampled[replica]))
+        longest = max(sampled, key=lambda replica: (max(sampled[replica]), sum(sampled[replica])))
+        return [most] if longest is most else [most, longest]
 
     def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[BatchRows]) -> Cost:
         """Return the cost of transferring the rows if all of them are on other workers."""

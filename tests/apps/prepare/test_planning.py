@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.codec import to_json
 from realhf.api.config import Device, ExperimentConfig, GenerationConfig, Mode, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec, Task
-from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, response_lengths, workload_of
+from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, workload_of
 from realhf.apps.prepare.preflight import plan_report
 from realhf.base.errors import UserError
 from realhf.data.encode import EncodedRow, EncodedRows
@@ -40,28 +38,12 @@ from realhf.plan.cost.profile import (
 )
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Work
+from realhf.plan.lengths import default_lengths
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
-from tests.scaling import examples
 
 ROLES = {"model": RoleSpec(ModelSpec())}
 HERE = ProfiledMachine("cpu", processor_name("cpu"), len(cores()), 1, torch_version())
 MODELS = {"model": LLAMA}
-
-
-@settings(max_examples=examples(100))
-@given(st.floats(1, 300), st.integers(1, 300))
-def test_response_lengths_are_spread_around_their_mean(average: float, longest: int) -> None:
-    lengths = response_lengths(average, longest)
-    assert min(lengths) >= 1 and max(lengths) <= longest
-    assert mean(lengths) == pytest.approx(min(average, longest), abs=0.51)  # lengths are integers
-    if 3 <= average <= longest - 3:
-        assert len(set(lengths)) > 4 and all(a != b for a, b in zip(lengths, lengths[1:], strict=False))
-
-
-def test_without_an_expected_length_responses_have_the_maximum_length() -> None:
-    assert response_lengths(None, 64) == response_lengths(64, 64) == response_lengths(90.0, 64) == (64,)
-    lengths = response_lengths(30, 64)
-    assert (len(lengths), min(lengths), max(lengths), mean(lengths)) == (16, 1, 59, 30)
 
 
 def data(prompts: tuple[int, ...], answers: tuple[int, ...] = ()) -> EncodedRows:
@@ -90,8 +72,32 @@ def test_prompts_are_in_the_order_of_the_run() -> None:
     assert workload.response_lengths == (24,) and workload.samples == 3
     assert workload.dataset_rows(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
     assert workload.sampled_rows(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
-    short = workload_of(config_with(), Task.math, data(lengths), SAMPLING, 1, new_tokens=6)
-    assert mean(short.response_lengths) == 6 and max(short.response_lengths) <= 24
+    config.dataset.train_bs_n_seqs = 16
+    short = workload_of(config, Task.math, data(lengths), SAMPLING, 2, default_lengths(6, 24))
+    assert mean(short.response_lengths) == pytest.approx(6, abs=0.5) and max(short.response_lengths) <= 24
+    assert len(short.response_lengths) == 32  # of one step
+    assert short.description == ("15 tokens per prompt on average; lognormal(6.076,0.7), limit 24: mean 6 tokens per "
+                                 "response, median 5, 99 % up to 21, longest 21")  # fmt: skip
+
+
+def test_expected_lengths_are_those_of_the_options(generation: GenerationExperiment) -> None:
+    generation.sampling.max_new_tokens, generation.dataset.train_bs_n_seqs = 400, 8
+    report = plan_report("gen", generation)
+    assert report.planner.calls.cost.workload.response_lengths == (400,)
+    slow = report.prediction.seconds
+    generation.planner.lengths = "uniform(100,300)"
+    report = plan_report("gen", generation)
+    workload = report.planner.calls.cost.workload
+    assert sorted(workload.response_lengths) == [112, 138, 162, 188, 212, 238, 262, 288]
+    assert "uniform(100,300), limit 400: mean 200 tokens" in workload.description
+    assert report.prediction.seconds < slow
+    generation.planner.lengths = ""
+    generation.planner.new_tokens = 200
+    workload = plan_report("gen", generation).planner.calls.cost.workload
+    assert mean(workload.response_lengths) == pytest.approx(200, abs=1) and max(workload.response_lengths) > 350
+    generation.planner.lengths = "uniform(100"
+    with pytest.raises(UserError, match="planner.lengths=uniform.100 and planner.new_tokens are both set"):
+        plan_report("gen", generation)
 
 
 def test_without_data_rows_have_the_maximum_length() -> None:
@@ -302,6 +308,9 @@ def test_planner_of_an_experiment(generation: GenerationExperiment) -> None:
     planner = planner_of(generation, generation.graph(), {"model": LLAMA}, None, report.machine, "cpu")
     assert planner.calls.limits == {"gen": MicroBatching(1, 777)} and planner.n_workers == 2
     assert planner.calls.cost.workload.samples == 3 and planner.calls.batch_size == 4
+    assert planner.calls.cost.pads_cache
+    on_gpus = planner_of(generation, generation.graph(), {"model": LLAMA}, None, report.machine, "cuda")
+    assert not on_gpus.calls.cost.pads_cache
     assert report.n_rows == 0 and report.n_rows_text == "maximum-length sequences"
 
 

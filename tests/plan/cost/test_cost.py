@@ -22,7 +22,7 @@ from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.search.simulate import simulate
-from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, LLAMA, TOY, layout, ppo_planner
+from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY, layout, ppo_planner
 from tests.scaling import examples
 
 STRATEGIES = ("d1", "d2", "t2", "p2", "d2p2", "t4", "p4", "d4")
@@ -156,6 +156,32 @@ def test_generation_by_hand() -> None:
     assert generation(generating((3, 5)), 2) < generation(generating((5, 5)), 2)
     one_by_one = generation(generating((3,), slots=1), 1) + generation(generating((5,), slots=1), 1) - outside
     assert generation(generating((3, 5), slots=1), 2) == pytest.approx(one_by_one)
+
+
+def test_a_long_tail_costs_more_than_its_mean() -> None:
+    """Responses of 2, 2, 2 and 10 tokens: one step for four rows, eight for the last; of 4 each: three for four rows.
+
+    Steps of a small model are as long for one row as for four: nine steps cost three times as much as three.
+    """
+    constant = replace(COMPUTE_ONLY, flops=FREE, kernel=1e-3)
+    speed, tail, equal = Roofline(constant), generating((2, 2, 2, 10), hardware=constant), generating((4,))
+    equal = replace(equal, speed=speed)
+    (part,) = stage_shards(LLAMA, tail.roles["actor"], layout("d1").strategy)
+    step = speed.decode(part, 1, 5, (0,))
+    assert step == pytest.approx(speed.decode(part, 4, 5, (0,))) and step > 1e-3
+    outside = generation(replace(tail, workload=Workload(((4,),), (1,))), 4)  # prefill samples the first token
+    assert generation(tail, 4) - outside == pytest.approx(9 * step)
+    assert generation(equal, 4) - outside == pytest.approx(3 * step)
+
+
+def test_rows_read_their_own_cache_or_as_much_as_the_longest() -> None:
+    """Responses of 3 and 9 tokens and prompts of 4: after two steps one row is left, so that both read the same."""
+    wide = generating((3, 9), hardware=replace(TOY, memory_bandwidth=1e9))
+    rows = BatchRows((RowId(0, PROMPT), RowId(1, PROMPT)), (4, 200), (0, 0))
+    own, padded = (seconds(c, "actor_gen", "d1", (rows,)) for c in (wide, replace(wide, pads_cache=True)))
+    (part,) = stage_shards(LLAMA, wide.roles["actor"], layout("d1").strategy)
+    two_steps = [2 * Roofline(wide.speed.hardware).decode(part, 2, context + 2, (0,)) for context in (200, 102)]
+    assert padded - own == pytest.approx(two_steps[0] - two_steps[1]) and padded > own
 
 
 def test_prompt_of_a_group_is_prefilled_once() -> None:

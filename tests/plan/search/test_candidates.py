@@ -42,6 +42,19 @@ def test_candidates_have_the_cost_of_the_call(text: str, cores: int) -> None:
         assert found.resident == calls.memory.resident(mfc.role or "", layout(text).strategy).total
 
 
+@settings(max_examples=examples(40))
+@given(st.lists(st.integers(1, 200), min_size=4, max_size=64), st.integers(1, 4), st.sampled_from(["d2", "d4", "d8"]))
+def test_generation_costs_the_time_of_the_slowest_replica(lengths: list[int], samples: int, text: str) -> None:
+    calls = ppo_planner(8, workload=Workload(((16,), (10,)), tuple(lengths), samples), batch=16).calls
+    gen = calls.cost.graph["actor_gen"]
+    found, rows = calls.of(gen, layout(text)), calls.rows(gen, layout(text).strategy.dp)
+    exact = calls.cost.compute(gen, found.placement, rows).seconds
+    assert 0.9 * exact <= found.cost.seconds <= exact * (1 + 1e-9)
+    longest = max(max(calls.cost.sampled(gen, replica)) for replica in rows)
+    busiest = max(rows, key=lambda replica: max(calls.cost.sampled(gen, replica)))
+    assert found.cost.seconds >= calls.cost.compute(gen, found.placement, [busiest]).seconds > 0 < longest
+
+
 def test_the_configured_micro_batching_is_kept_if_it_fits() -> None:
     calls = calls_with()
     for mfc in calls.cost.graph.mfcs:

@@ -177,6 +177,24 @@ def test_layouts_without_a_profile_are_not_used() -> None:
         planner.predict(ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs}))
 
 
+def test_a_long_tail_delays_the_step_unless_other_calls_overlap_with_it() -> None:
+    """Generation on two workers, everything else on the others, with the same mean length with and without a tail."""
+    steps, sums = dict[tuple[bool, int], float](), dict[bool, float]()
+    for is_tail, lengths in ((False, (40,)), (True, (20,) * 15 + (340,))):
+        rows = Workload(((400,),), lengths, 2)
+        planner = ppo_planner(4, replace(TOY, kernel=1e-6), workload=rows)
+        names = [mfc.name for mfc in planner.graph.mfcs]
+        places = {name: Placement(layout("d2", 0 if name == "actor_gen" else 2)) for name in names}
+        plan = ExecutionPlan(4, places)
+        for staleness in (0, 1):
+            steps[is_tail, staleness] = replace(planner, max_staleness=staleness).predict(plan).seconds
+        sums[is_tail] = sum(compute for compute, _ in planner.predict(plan).call_seconds.values())
+    assert sums[True] > 1.5 * sums[False]
+    # the calls of a step follow one another, and all wait for the longest response
+    assert steps[True, 0] - steps[False, 0] == pytest.approx(sums[True] - sums[False], rel=0.02)
+    assert all(steps[is_tail, 1] <= steps[is_tail, 0] for is_tail in (False, True))
+
+
 def test_without_data_all_steps_are_equal() -> None:
     planner = ppo_planner(2, workload=Workload(((20,),), (24,)))
     timeline = planner.predict(planner.by_heuristic("symmetric")).timeline
