@@ -87,5 +87,36 @@ def best_cadence(step_s: float, times: CheckpointTimes, rate: FailureRate, n_ste
     return cadence
 
 
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """A cadence in steps of ``step_s`` predicted seconds, the expected share of useful time, and the causes."""
+
+    cadence: int
+    share: float
+    step_s: float
+    times: CheckpointTimes
+    rate: FailureRate
+
+    def __str__(self) -> str:
+        times, rate = self.times, self.rate
+        return (f"every {self.cadence} steps ({_duration(self.cadence * self.step_s)}): {100 * self.share:.3g} % "
+                f"useful time expected, with a failure every {_duration(rate.mtbf_s)} (planner.mtbf_hours), "
+                f"{_duration(rate.down_s)} until a restart's first step, and checkpoints of {_duration(times.copy_s)} "
+                f"to copy and {_duration(times.write_s)} to write")  # fmt: skip
+
+
+def choose_checkpoints(step_s: float, times: CheckpointTimes, rate: FailureRate, n_steps: int) -> CheckpointPlan:
+    """Return the best cadence of a run of ``n_steps`` steps."""
+    cadence = best_cadence(step_s, times, rate, n_steps)
+    return CheckpointPlan(cadence, useful_share(step_s, cadence, times, rate), step_s, times, rate)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def _expm1(x: float) -> float:
     return expm1(x) if x < 700 else inf
