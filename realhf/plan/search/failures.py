@@ -175,7 +175,7 @@ class FailureSimulator:
             if begin < end:
                 result.launches += 1
                 result.resumed_at.append(result.kept)
-                trace = self._trace(len(nodes.in_use), result.kept, n_steps, begin, end, slow)
+                trace = self._trace(len(nodes.in_use), result.kept, n_steps, begin, end, until, slow)
                 executed, kept = trace.before(end - begin)
                 result.executed += executed
                 result.kept += kept
@@ -192,7 +192,14 @@ class FailureSimulator:
             begin = ready
 
     def _trace(
-        self, n_nodes: int, first_step: int, n_steps: int, begin: float, end: float, slow: Sequence[SlowPeriod]
+        self,
+        n_nodes: int,
+        first_step: int,
+        n_steps: int,
+        begin: float,
+        end: float,
+        longest: float,
+        slow: Sequence[SlowPeriod],
     ) -> Trace:
         plan, seconds = self.plan_for(n_nodes), end - begin
         key = n_nodes, first_step % plan.cadence if plan.cadence else 0
@@ -200,7 +207,9 @@ class FailureSimulator:
         last = n_steps - 1 - plan.ops.max_staleness  # the last steps overlap with fewer calls
         if known and not some and known.until >= seconds and first_step + known.before(seconds)[0] < last:
             return known
-        longer = 0.0 if some or known is None else 2 * known.until  # few launches are longer than all before
+        longer = (
+            0.0 if some or known is None else min(2 * known.until, longest)
+        )  # few launches are longer than all before
         trace = _Launch(self.graph, plan, first_step, n_steps, begin, some).run(max(seconds, longer))
         if not some and trace.over_at is None and (known is None or known.until < seconds):
             self._traces[key] = trace
