@@ -2,7 +2,8 @@
 
     python -m experiments.goodput.study
 
-Writes results.json, table.md and goodput.svg to this folder. README.md has question, design and verdict.
+Writes results.json, table.md and goodput.svg to this folder; README.md has question, design and verdict. Continues an
+interrupted run: remove results.json to start again.
 """
 
 import json
@@ -33,6 +34,7 @@ from realhf.plan.search.failures import (
 )
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
 HOUR, DAY = 3600.0, 86400.0
 GPUS = (1024, 4096, 16384)
 MTBF_HOURS = {"50,700 h": 50_700.0, "25,200 h": 25_200.0, "5,000 h": 5_000.0}
@@ -226,19 +228,37 @@ def study_slow_storage(case: Case) -> list[Row]:
     return [replace(row, policy=f"{row.policy}, slow storage") for row in study(slow, MTBF_HOURS["50,700 h"], False)]
 
 
-def main() -> None:
-    cases = [case_of(gpus) for gpus in GPUS]
-    rows = [row for case in cases for mtbf in MTBF_HOURS.values() for row in study(case, mtbf)]
-    rows += [row for case in cases for row in study_slow_storage(case)]
+def stored_rows() -> list[Row]:
+    """Return the results of an earlier run of the study that was interrupted or is complete."""
+    if not RESULTS.is_file():
+        return []
+    rows = json.loads(RESULTS.read_text())
+    return [Row(**{**row, "expected": math.nan if row["expected"] is None else row["expected"]}) for row in rows]
+
+
+def write(rows: Sequence[Row], case: Case) -> None:
     plain = [{**vars(row), "expected": None if math.isnan(row.expected) else row.expected} for row in rows]
-    (HERE / "results.json").write_text(json.dumps(plain, indent=1) + "\n")
-    (HERE / "table.md").write_text(table(rows, cases[0]))
+    RESULTS.write_text(json.dumps(plain, indent=1) + "\n")
+    (HERE / "table.md").write_text(table(rows, case))
     shown = [row for row in rows if row.mtbf_hours == MTBF_HOURS["50,700 h"] and "storage" not in row.policy]
     bars = {f"{gpus:,} GPUs": {row.policy: (mean(row.shares), standard_error(row.shares)) for row in shown
                                if row.gpus == gpus} for gpus in GPUS}  # fmt: skip
     title = "Useful time in 7 days, 50,700 h between failures of a GPU"
     (HERE / "goodput.svg").write_text(bars_svg(title, "useful time, %", bars))
-    print(table(rows, cases[0]))
+
+
+def main() -> None:
+    rows = stored_rows()
+    for gpus in reversed(GPUS):
+        case = case_of(gpus)
+        for mtbf in MTBF_HOURS.values():
+            if not any((row.gpus, row.mtbf_hours) == (gpus, mtbf) and "storage" not in row.policy for row in rows):
+                rows += study(case, mtbf)
+                write(rows, case)
+        if not any(row.gpus == gpus and "storage" in row.policy for row in rows):
+            rows += study_slow_storage(case)
+            write(rows, case)
+    print(table(rows, case_of(GPUS[0])))
 
 
 if __name__ == "__main__":
