@@ -21,6 +21,10 @@ class Link:
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
+SHARED_STORAGE = Link(122e6)
+"""Storage of checkpoints, per device while all devices write or read: the 2 TB/s that the storage of Llama 3 405B
+sustains, for 16,384 GPUs (arXiv 2407.21783, 3.3.1). Opening files takes no time: an assumption."""
+
 GROUPED_CAPABILITIES = (9, 10)
 """Major compute capabilities with a grouped product in torch; on others torch copies the sizes to the host."""
 
@@ -36,7 +40,7 @@ class Hardware:
     ``compute_capability`` is that of CUDA. ``memory`` is per device; ``reserved`` is used by runtime and libraries, and
     plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of workers of a node that compute at full speed
     concurrently: CPU workers share cores (0: no sharing). Links are per device: ``node`` within a node, ``cluster``
-    between nodes, ``host`` to the memory of offloaded weights.
+    between nodes, ``host`` to the memory of offloaded weights, ``disk`` to the storage of checkpoints.
 
     ``sms`` is the number of multiprocessors (0: the shapes of products do not matter). ``nvls_bandwidth`` is message
     size / time of all-reduces inside the switches of a node (0: they have none). Links between pods of ``pod_nodes``
@@ -65,6 +69,7 @@ class Hardware:
     nvls_bandwidth: float = 0.0
     pod_nodes: int = 0
     oversubscription: float = 1.0
+    disk: Link = SHARED_STORAGE
 
     @property
     def usable(self) -> float:

@@ -17,6 +17,7 @@ from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
 from realhf.plan.fingerprint import Fingerprint, take_fingerprint
+from realhf.plan.goodput import CheckpointPlan
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ExpectedPerformance:
     """Prediction before the launch: seconds per step and per call, peak bytes of a worker.
 
     ``is_measured`` is True if it is based on a profile of this machine. Peak rates are from a data sheet; 0 if unknown.
+    ``checkpoints`` are those of ``exp_ctrl.ckpt_freq_steps=auto``.
     """
 
     source: str
@@ -33,6 +35,7 @@ class ExpectedPerformance:
     is_measured: bool = True
     peak_flops: float = 0.0
     peak_bandwidth: float = 0.0
+    checkpoints: CheckpointPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,15 @@ class RunSpec:
     def writes_checkpoints(self) -> bool:
         control = self.config.exp_ctrl
         return any((control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs))
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """Steps between checkpoints, as given or as chosen before the launch; None if steps do not trigger them."""
+        steps = self.config.exp_ctrl.ckpt_freq_steps
+        if not isinstance(steps, str):
+            return steps
+        assert self.expected is not None and self.expected.checkpoints is not None, "no cadence has been chosen"
+        return self.expected.checkpoints.cadence
 
     @cached_property
     def eval_schedule(self) -> TrainSchedule:

@@ -301,6 +301,7 @@ class Master:
         """Return True after the last step, and if the steps, epochs or seconds of ``exp_ctrl.EVENT_freq_*`` passed."""
         options = vars(self.run.config.exp_ctrl)
         steps, epochs, seconds = (options[f"{event}_freq_{unit}"] for unit in ("steps", "epochs", "secs"))
+        steps = self.run.checkpoint_steps if event == "ckpt" else steps
         before, now = ((s * self.run.schedule.batch_size) // self.run.n_rows for s in (step - 1, step))
         return bool(
             self.state.is_over

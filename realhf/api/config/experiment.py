@@ -25,7 +25,8 @@ class ExperimentControl:
     save_freq_steps: int | None = opt(None, "save models to models/ every this many steps, and at the end", COUNT)
     save_freq_epochs: int | None = opt(None, "save models every this many epochs", COUNT)
     save_freq_secs: int | None = opt(None, "save models every this many seconds", COUNT)
-    ckpt_freq_steps: int | None = opt(None, "write a checkpoint every this many steps, and at the end", COUNT)
+    ckpt_freq_steps: int | str | None = opt(None, "write a checkpoint every this many steps, and at the end; auto: as "
+                                                  "many as maximize the expected useful time", COUNT)  # fmt: skip
     ckpt_freq_epochs: int | None = opt(None, "write a checkpoint every this many epochs", COUNT)
     ckpt_freq_secs: int | None = opt(None, "write a checkpoint every this many seconds", COUNT)
     keep_last: int = opt(2, "number of checkpoints to keep, 0 for all", NATURAL)

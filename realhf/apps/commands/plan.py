@@ -13,6 +13,7 @@ from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.api.graph import Kind
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import help_pattern, print_help, read_words
+from realhf.apps.prepare.cadence import checkpoint_plan
 from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
 from realhf.apps.view.tables import Listing, render_page
@@ -242,7 +243,8 @@ def _step(report: PlanReport) -> Listing:
     busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
     word = "predicted" if report.machine.is_measured else "at least"
     step = (word, f"{prediction.seconds:.4g} s")
-    return Listing("step", "ll", (), (step, ("workers busy", busy), ("critical path", path)))
+    checkpoints = [("checkpoints", str(plan))] if (plan := checkpoint_plan(report)) else []
+    return Listing("step", "ll", (), (step, ("workers busy", busy), ("critical path", path), *checkpoints))
 
 
 def _comparison(report: PlanReport, results: Predicted) -> Listing:

@@ -19,6 +19,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, trainer_problems, vllm_problems
+from realhf.apps.prepare.cadence import cadence_problems, checkpoint_plan
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.lengths import lengths_of
@@ -137,7 +138,8 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
         raise InfeasibleError(report.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
-                                   machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
+                                   machine.hardware.peak_flops, machine.hardware.peak_bandwidth,
+                                   checkpoint_plan(report))  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
     experiment = report.experiment
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
@@ -158,7 +160,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         findings.invalid += device_problems(experiment)
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
-    findings.invalid += experiment.problems()
+    findings.invalid += experiment.problems() + cadence_problems(experiment)
     graph = _graph(experiment, findings)
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}

@@ -78,6 +78,8 @@ class Console:
                 label, hint = "limits  at least", "; realhf profile measures this machine"
             self.out.print(f"{label} {expected.step_s:.3g} s per step, peak memory over workers "
                            f"{expected.peak_bytes / 1e9:.2f} GB, from {expected.source}{hint}")  # fmt: skip
+            if expected.checkpoints:
+                self.out.print(f"ckpt    {expected.checkpoints}")
         self.out.print(plan_table(run))
 
     def ready(self, workers: dict[int, Ready]) -> None:

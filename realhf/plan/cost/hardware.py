@@ -14,7 +14,7 @@ from realhf.api.machine import Hardware, Link
 from realhf.base.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "machines"
-LINKS = ("node", "cluster", "host")
+LINKS = ("node", "cluster", "host", "disk")
 DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth", "oversubscription")
 WHOLE = ("node_size", "cores", "sms", "pod_nodes")
 

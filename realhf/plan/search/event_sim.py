@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
+from math import inf
 
 from realhf.api.machine import Cost
 
@@ -58,10 +59,13 @@ class WorkerQueues:
         self._finished: list[tuple[float, int, CallOps]] = []
         self._numbers: dict[CallOps, int] = {}
 
-    def run(self, batches: Batches, on_finished: Callable[[CallOps], Batches]) -> None:
-        """Send the batches, and for every finished call those that ``on_finished`` returns, until all are done."""
+    def run(self, batches: Batches, on_finished: Callable[[CallOps], Batches], until: float = inf) -> None:
+        """Send the batches, and for every finished call those that ``on_finished`` returns, until all are done.
+
+        The first call that finishes after ``until`` ends the simulation without a report.
+        """
         self._send(batches, None)
-        while (call := self._next_finished()) is not None:
+        while (call := self._next_finished()) is not None and self.now <= until:
             self._send(on_finished(call), call.last)
 
     def _send(self, batches: Batches, predecessor: Op | None) -> None:
