@@ -30,6 +30,20 @@ GROUPED_CAPABILITIES = (9, 10)
 
 
 @dataclass(frozen=True)
+class ExpectedErrors:
+    """Expected relative errors of predictions, as standard deviations.
+
+    ``compute`` is that of seconds of training and inference passes, ``decoding`` of generation, ``links`` of transfers
+    and reallocations, ``memory`` of peak bytes.
+    """
+
+    compute: float = 0.25
+    decoding: float = 0.25
+    links: float = 0.3
+    memory: float = 0.1
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A cluster of identical devices. Units are bytes, seconds and operations per second.
 
@@ -44,7 +58,8 @@ class Hardware:
 
     ``sms`` is the number of multiprocessors (0: the shapes of products do not matter). ``nvls_bandwidth`` is message
     size / time of all-reduces inside the switches of a node (0: they have none). Links between pods of ``pod_nodes``
-    nodes (0: one pod) have ``oversubscription`` times less bandwidth.
+    nodes (0: one pod) have ``oversubscription`` times less bandwidth. ``errors`` are those of
+    predictions by these limits.
     """
 
     name: str
@@ -70,6 +85,7 @@ class Hardware:
     pod_nodes: int = 0
     oversubscription: float = 1.0
     disk: Link = SHARED_STORAGE
+    errors: ExpectedErrors = ExpectedErrors()
 
     @property
     def usable(self) -> float:

@@ -51,12 +51,22 @@ class PlannerConfig:
     env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",
                              NON_NEGATIVE)  # fmt: skip
     env_turns: float | None = opt(None, "expected replies per episode (default: env.max_turns)", POSITIVE)
-    mtbf_hours: float = opt(50_700.0, "mean hours between failures per worker, for exp_ctrl.ckpt_freq_steps=auto "
-                                      "(default: the 419 in 54 days of 16,384 GPUs of Llama 3 405B)", POSITIVE)
-    startup_s: float = opt(180.0, "expected seconds of a restart without reading the checkpoint, for "
-                                  "exp_ctrl.ckpt_freq_steps=auto", SECONDS)
-    checkpoint_s: float | None = opt(None, "measured seconds of writing a checkpoint, for "
-                                           "exp_ctrl.ckpt_freq_steps=auto (default: by planner.hardware)", SECONDS)
+    mtbf_hours: float = opt(
+        50_700.0,
+        "mean hours between failures per worker, for exp_ctrl.ckpt_freq_steps=auto "
+        "(default: the 419 in 54 days of 16,384 GPUs of Llama 3 405B)",
+        POSITIVE,
+    )
+    startup_s: float = opt(
+        180.0,
+        "expected seconds of a restart without reading the checkpoint, for exp_ctrl.ckpt_freq_steps=auto",
+        SECONDS,
+    )
+    checkpoint_s: float | None = opt(
+        None,
+        "measured seconds of writing a checkpoint, for exp_ctrl.ckpt_freq_steps=auto (default: by planner.hardware)",
+        SECONDS,
+    )
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

@@ -10,11 +10,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from realhf.api.codec import from_plain
-from realhf.api.machine import Hardware, Link
+from realhf.api.machine import ExpectedErrors, Hardware, Link
 from realhf.base.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "machines"
-LINKS = ("node", "cluster", "host", "disk")
+NESTED: dict[str, type[Link] | type[ExpectedErrors]] = {
+    "node": Link,
+    "cluster": Link,
+    "host": Link,
+    "disk": Link,
+    "errors": ExpectedErrors,
+}
 DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth", "oversubscription")
 WHOLE = ("node_size", "cores", "sms", "pod_nodes")
 
@@ -34,25 +40,28 @@ def read_hardware(name: str, node_size: int | None = None) -> Hardware:
         raise UserError(f"planner.hardware={name}: expected a mapping of values")
     values: dict[str, object] = {str(key): value for key, value in content.items()}
     problems = list(_problems(values, Hardware, ""))
-    for link in LINKS:
-        value = values.get(link)
+    for name_, kind in NESTED.items():
+        value = values.get(name_)
         if isinstance(value, dict):
-            problems += _problems(value, Link, f"{link}.")
-        elif link in values:
-            problems.append(f"{link}={value}: expected a mapping with bandwidth and latency")
+            problems += _problems(value, kind, f"{name_}.")
+        elif name_ in values:
+            keys = " and ".join(f.name for f in fields(kind))
+            problems.append(f"{name_}={value}: expected a mapping with {keys}")
     if problems:
         raise UserError([f"planner.hardware={name}: {problem}" for problem in problems])
     hardware = from_plain(values, Hardware)
     return replace(hardware, node_size=node_size) if node_size else hardware
 
 
-def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], prefix: str) -> Iterator[str]:
-    """Yield the missing, unknown and invalid values of a mapping; links are checked separately."""
+def _problems(
+    values: Mapping[str, object], kind: type[Hardware] | type[Link] | type[ExpectedErrors], prefix: str
+) -> Iterator[str]:
+    """Yield the missing, unknown and invalid values of a mapping; nested mappings are checked separately."""
     known = {f.name: f for f in fields(kind)}
     yield from (f"unknown '{prefix}{key}'{did_you_mean(key, known)}" for key in values if key not in known)
     yield from (f"'{prefix}{k}' is missing" for k, f in known.items() if f.default is MISSING and k not in values)
     for key, value in values.items():
-        if key not in known or key in (*LINKS, "name"):
+        if key not in known or key in (*NESTED, "name"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             yield f"{prefix}{key}={value} must be a finite number >= 0"
