@@ -67,6 +67,9 @@ class ModelSpec:
     overlap_grad_reduce: bool | None = opt(
         None, "reduce gradients over data-parallel ranks during the backward pass (default: on GPUs)"
     )
+    tp_overlap: bool | None = opt(
+        None, "overlap tensor-parallel communication with the gradients of weights (default: on GPUs)"
+    )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
