@@ -107,8 +107,8 @@ def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: b
     else:
         prediction, capacity = report.prediction, report.machine.hardware.usable
         instructions = _instructions(report.planner, report.plan)
-        tables = [_allocation(report), instructions, _memory(prediction, capacity), *_environments(report),
-                  _step(report)]  # fmt: skip
+        tables = [_allocation(report), *_savings(report), instructions, _memory(prediction, capacity),
+                  *_environments(report), _step(report)]  # fmt: skip
     if why:
         tables.append(_why(report.planner, report.plan))
     return Planned(report, results, tables)
@@ -164,6 +164,13 @@ def _allocation(report: PlanReport) -> Listing:
         rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
     return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", _seconds(report), "moves"),
                    tuple(rows))  # fmt: skip
+
+
+def _savings(report: PlanReport) -> list[Listing]:
+    """Return what the planner has chosen for options that are ``auto``."""
+    chosen = {name: placement.saving for name, placement in report.plan.placements.items() if placement.saving}
+    rows = tuple((name, str(saving)) for name, saving in chosen.items())
+    return [Listing("memory saving (auto)", "ll", (), rows)] if rows else []
 
 
 def _instructions(planner: Planner, plan: ExecutionPlan) -> Listing:

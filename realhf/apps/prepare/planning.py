@@ -44,7 +44,10 @@ class MachineModel:
     is_measured: bool = False
 
 
-def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
+def plan_for_mode(planner: Planner, config: ExperimentConfig, given: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan of the allocation mode; ``given`` has the layouts of one that the planner does not handle."""
+    if config.allocation_mode not in PLANNED:
+        return planner.with_savings(given)
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
     return planner.by_heuristic(PLANNED[config.allocation_mode])
@@ -59,7 +62,8 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
         plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
-    return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})
+    placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
+    return planner.with_savings(replace(plan, placements=placements))
 
 
 def machine_of(
@@ -147,10 +151,15 @@ def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int
 
 
 def _role_on(device: str, role: RoleSpec) -> RoleSpec:
-    """Return a role without ``optimizer.offload`` on CPUs, where it changes nothing."""
-    if device != Device.cpu.value or not role.spec.optimizer.offload:
-        return role
-    return replace(role, spec=replace(role.spec, optimizer=replace(role.spec.optimizer, offload=False)))
+    """Return a role with the defaults of the device, on CPUs without ``optimizer.offload``, which changes nothing."""
+    spec, is_gpu = role.spec, device != Device.cpu.value
+    spec = replace(
+        spec,
+        overlap_grad_reduce=is_gpu if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce,
+        tp_overlap=is_gpu if spec.tp_overlap is None else spec.tp_overlap,
+        optimizer=replace(spec.optimizer, offload=spec.optimizer.offload if is_gpu else False),
+    )
+    return replace(role, spec=spec)
 
 
 def planner_of(

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
-from realhf.api.execution_plan import ExecutionPlan
+from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
@@ -84,7 +85,7 @@ class Planner:
         for share in MEMORY_SHARES[::2]:
             table = self.candidates(starts, share)
             problem = self.problem(table)
-            choices, time_left = [find_choice(table, some) for some in starts], deadline - time.monotonic()
+            choices, time_left = [find_choice(table, plan) for plan in plans], deadline - time.monotonic()
             result = search(problem, choices, seed, self.max_evaluations, time_left)
             if result.fits:
                 break
@@ -103,7 +104,7 @@ class Planner:
 
     def _seconds(self, found: PlannedSearch, plan: ExecutionPlan) -> float:
         """Return the time of a heuristic plan: by evaluation, or by prediction if its micro-batching is different."""
-        choice = find_choice(found.table, plan_layouts(plan))
+        choice = find_choice(found.table, plan)
         options = zip(self.graph.mfcs, choice, strict=True)
         if all(found.table[m.name][i].placement == plan[m.name] for m, i in options):
             return evaluator(found.problem).evaluate(choice)[0]
@@ -112,7 +113,7 @@ class Planner:
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits if the rest is unchanged."""
         table = self.candidates([plan_layouts(plan)])
-        problem, choice = self.problem(table), find_choice(table, plan_layouts(plan))
+        problem, choice = self.problem(table), find_choice(table, plan)
         plans = evaluator(problem)
         best: dict[str, Alternative | None] = {}
         for i, mfc in enumerate(self.graph.mfcs):
@@ -125,9 +126,30 @@ class Planner:
             best[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
         return plans.evaluate(choice)[0], best
 
+    def with_savings(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan with given layouts in which training calls save memory in the fastest way that fits together.
+
+        If nothing fits, it is the way with the smallest peak.
+        """
+        if not (trainers := [mfc for mfc in self.graph.mfcs if self.calls.savings(mfc) != [None]]):
+            return plan
+        ways: list[tuple[float, ExecutionPlan]] = []
+        for savings in product(*map(self.calls.savings, trainers)):
+            chosen, seconds = dict(plan.placements), 0.0
+            for mfc, saving in zip(trainers, savings, strict=True):
+                chosen[mfc.name] = replace(plan[mfc.name], saving=saving)
+                rows = self.calls.rows(mfc, plan[mfc.name].layout.strategy.dp)
+                seconds += self.calls.cost.compute(mfc, chosen[mfc.name], rows).seconds
+            ways.append((seconds, replace(plan, placements=chosen)))
+        by_time = [way for _, way in sorted(ways, key=lambda way: way[0])]
+        return next(filter(self.fits, by_time), min(by_time, key=self._peak))
+
     def fits(self, plan: ExecutionPlan) -> bool:
         """Return True if every worker has enough memory for a plan."""
-        return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.usable
+        return self._peak(plan) <= self.calls.hardware.usable
+
+    def _peak(self, plan: ExecutionPlan) -> float:
+        return max(some.total for some in self._memory_of(plan).values())
 
     def _memory_of(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
@@ -157,13 +179,15 @@ class Planner:
             for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *required]):
                 with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
-            table[mfc.name] = [c for some in by_mesh.values() for c in self._select(some, required, share)]
+            chosen = [c for some in by_mesh.values() for c in self._select(mfc, some, required, share)]
+            table[mfc.name] = [v for c in chosen for v in self.calls.variants(mfc, c.placement.layout, share)]
         return table
 
-    def _select(self, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
+    def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
+        least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes
         fitting = [c for c in some if c.bytes <= share * self.calls.capacity] or some
         fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
-        smallest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
+        smallest = min(some, key=lambda c: (least(c), c.cost.seconds))
         selected = [*fastest, smallest, *(c for c in some if c.placement.layout in required)]
         return list({c.placement.layout: c for c in selected}.values())
 
@@ -210,9 +234,11 @@ def plan_layouts(plan: ExecutionPlan) -> Layouts:
     return {name: placement.layout for name, placement in plan.placements.items()}
 
 
-def find_choice(table: Table, chosen: Layouts) -> Choice:
-    """Return the option numbers of layouts that are in a table."""
-    return tuple(
-        next(i for i, candidate in enumerate(some) if candidate.placement.layout == chosen[mfc])
-        for mfc, some in table.items()
-    )
+def find_choice(table: Table, plan: ExecutionPlan) -> Choice:
+    """Return the option numbers of a plan's layouts, which are in the table; if possible with its memory saving."""
+
+    def number(some: Sequence[Candidate], placement: Placement) -> int:
+        same = [i for i, candidate in enumerate(some) if candidate.placement.layout == placement.layout]
+        return next((i for i in same if some[i].placement.saving == placement.saving), same[0])
+
+    return tuple(number(some, plan[mfc]) for mfc, some in table.items())
