@@ -47,6 +47,8 @@ class PlannerConfig:
     env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",
                              NON_NEGATIVE)  # fmt: skip
     env_turns: float | None = opt(None, "expected replies per episode (default: env.max_turns)", POSITIVE)
+    reward_latency: float = opt(0.0, "expected seconds to judge a response with all of reward.fns (0: as profiled)",
+                                NON_NEGATIVE)  # fmt: skip
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

@@ -5,22 +5,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realhf.api.codec import from_json
-from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.codec import from_json, from_plain
+from realhf.api.config import ExperimentConfig, GenerationConfig, RewardConfig
 from realhf.api.config.choices import Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
-from realhf.api.machine import Hardware, Workload
+from realhf.api.machine import Hardware, RewardLoad, Workload
 from realhf.api.model_config import ModelConfig
 from realhf.base import native
 from realhf.base.errors import UserError
 from realhf.base.host_memory import host_bytes
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
+from realhf.environments.loading import is_async_class
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.cost import CostModel
+from realhf.plan.cost.cost import VERIFIER, CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.profile import Profile, ProfiledSpeed
@@ -29,6 +30,7 @@ from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
+from realhf.rewards.registry import fns_of, is_remote
 
 MAX_ROWS = 4096  # of the dataset in the workload of a prediction
 
@@ -150,6 +152,19 @@ def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int
     return tuple(max(1, ramp[k * 7 % n]) for k in range(n))
 
 
+def reward_load(graph: Graph, latency: float) -> RewardLoad | None:
+    """Return how the verifier of a graph judges responses; None without one, or if its latency is not given."""
+    verifiers = [mfc for mfc in graph.mfcs if mfc.interface.name == VERIFIER]
+    if not verifiers or not latency:
+        return None
+    config = from_plain(dict(verifiers[0].interface.config["reward"]), RewardConfig)
+    if not (fns := fns_of(config)):
+        return None
+    is_async = all(map(is_async_class, fns))  # by the name of the function in its file
+    is_local = not is_async and not any(map(is_remote, fns))
+    return RewardLoad(latency, config.processes, config.max_concurrency if is_async else 1, is_local)
+
+
 def _role_on(device: str, role: RoleSpec) -> RoleSpec:
     """Return a role with the defaults of the device, on CPUs without ``optimizer.offload``, which changes nothing."""
     spec, is_gpu = role.spec, device != Device.cpu.value
@@ -177,8 +192,8 @@ def planner_of(
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node
-    environment = experiment.environment_load()
-    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment)
+    environment, rewards = experiment.environment_load(), reward_load(graph, experiment.planner.reward_latency)
+    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment, rewards)
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,

@@ -12,13 +12,14 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Coord, Layout
-from realhf.api.machine import Cost, EnvironmentLoad, Workload
+from realhf.api.machine import Cost, EnvironmentLoad, RewardLoad, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.environment import rollout_seconds
+from realhf.plan.cost.judges import judging_cost
 from realhf.plan.cost.overlap import overlaps_grad_reduce, reduction_seconds
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
 from realhf.plan.cost.speed import (
@@ -36,6 +37,7 @@ from realhf.plan.cost.speed import (
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
+VERIFIER = "verifier"  # the interface that judges responses
 METHODS = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}
 Rows = tuple[tuple[RowId, ...], tuple[int, ...]]  # ids and lengths
 
@@ -75,6 +77,7 @@ class CostModel:
     sampling: GenerationConfig | None = None
     share_prompts: bool = False
     environment: EnvironmentLoad | None = None
+    rewards: RewardLoad | None = None
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
@@ -100,6 +103,8 @@ class CostModel:
 
     def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
         """Return the cost of an MFC's computation on the rows of every data-parallel rank."""
+        if self.rewards is not None and mfc.interface.name == VERIFIER:
+            return _concurrent([judging_cost(self.rewards, len(r.ids)) for r in ranks])
         method = f"{mfc.interface.name}/{METHODS[mfc.kind]}"
         interface = [self.speed.interface(method, len(r.ids), sum(r.lengths)) for r in ranks]
         if mfc.role is None:
