@@ -73,7 +73,7 @@ struct Problem {
   std::vector<Mfc> mfcs;
   std::vector<int> order;
   std::vector<EMASync> ema_syncs;
-  int batch_size, n_steps, n_steady_steps, max_staleness;
+  int batch_size, n_steps, first_steady_step, last_steady_step, max_staleness;
   double capacity, call_seconds, cores;
   FillEntry fill;
 };

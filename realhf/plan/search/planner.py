@@ -24,6 +24,7 @@ from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Alternative, Prediction
 
 N_STEPS = 3  # simulated steps: the first one fills the pipeline of calls, the others are alike
+N_STEPS_AHEAD = 2  # further ones per step of staleness: rollouts ahead of the first steps, and none after the last
 MEMORY_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of a worker's memory available to each call; the first one with which all calls fit together is used."""
 CLOSE = 1.1  # heuristic plans within this factor of the best are predicted: a search approximates transfers
@@ -58,7 +59,7 @@ class Planner:
         return self.calls.hardware.cores * max(1, self.n_workers // self.calls.hardware.node_size)
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
-        n_steps = N_STEPS + self.max_staleness
+        n_steps = N_STEPS + N_STEPS_AHEAD * self.max_staleness
         schedule = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
         cost = self.calls.cost
         timeline = simulate(self.graph, plan, cost.price(plan), schedule, cost.workload, cost.speed.call, self.cores,
@@ -213,7 +214,7 @@ class Planner:
             src, dst = home_layout(ema.source, source), home_layout(ema.target, target)
             return self.calls.cost.reallocate(ema.source, src, dst, ema.eta)
 
-        n_steps = N_STEPS + self.max_staleness
+        n_steps = N_STEPS + N_STEPS_AHEAD * self.max_staleness
         return Problem(self.graph, options, self.n_workers, self.calls.batch_size, self.calls.capacity, realloc, sync,
                        self.max_staleness, self.calls.cost.speed.call, self.cores, n_steps)  # fmt: skip
 
