@@ -49,7 +49,8 @@ struct Reader {
 Problem read(Reader in, FillEntry fill) {
   Problem p{};
   p.fill = fill;
-  p.batch_size = in.integer(), p.n_steps = in.integer(), p.n_steady_steps = in.integer(), p.max_staleness = in.integer();
+  p.batch_size = in.integer(), p.n_steps = in.integer();
+  p.first_steady_step = in.integer(), p.last_steady_step = in.integer(), p.max_staleness = in.integer();
   p.filter_mfc = in.integer();
   p.capacity = in.real(), p.call_seconds = in.real(), p.cores = in.real();
   p.order = in.integers();

@@ -99,7 +99,8 @@ class Master {
       fetch_ahead();
       s_.queues.share_cores();
     }
-    return problem_.n_steady_steps > 0 ? (steady_end_ - first_end_) / problem_.n_steady_steps : first_end_;
+    const int n = problem_.last_steady_step - problem_.first_steady_step;
+    return n > 0 ? (last_end_ - first_end_) / n : first_end_;
   }
 
  private:
@@ -109,8 +110,8 @@ class Master {
   }
 
   void end_step() {
-    if (n_finished_ == 0) first_end_ = s_.queues.now;
-    if (n_finished_ == problem_.n_steady_steps) steady_end_ = s_.queues.now;
+    if (n_finished_ == problem_.first_steady_step) first_end_ = s_.queues.now;
+    if (n_finished_ == problem_.last_steady_step) last_end_ = s_.queues.now;
     ++n_finished_;
   }
 
@@ -148,7 +149,7 @@ class Master {
   const Problem &problem_;
   Scratch &s_;
   int n_fetched_ = 0, n_finished_ = 0;
-  double first_end_ = 0, steady_end_ = 0;
+  double first_end_ = 0, last_end_ = 0;
 };
 
 }  // namespace

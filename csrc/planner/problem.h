@@ -74,7 +74,7 @@ struct Problem {
   std::vector<Mfc> mfcs;
   std::vector<int> order;
   std::vector<EMASync> ema_syncs;
-  int batch_size, n_steps, n_steady_steps, max_staleness, filter_mfc;
+  int batch_size, n_steps, first_steady_step, last_steady_step, max_staleness, filter_mfc;
   double capacity, call_seconds, cores;
   FillEntry fill;
 };

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.choices import Backend
+from realhf.api.config.choices import Backend, Recompute
 from realhf.api.layout import Layout
 
 
@@ -27,12 +27,28 @@ class MicroBatching:
 
 
 @dataclass(frozen=True)
+class MemorySaving:
+    """How a training call saves memory: what its backward pass recomputes, and optimizer state in host memory."""
+
+    recompute: Recompute | None = None
+    offload_optimizer: bool = False
+
+    def __str__(self) -> str:
+        state = "offloaded" if self.offload_optimizer else "on the device"
+        return f"recompute {self.recompute.value if self.recompute else 'nothing'}, optimizer state {state}"
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Where and how one MFC runs; ``backend`` is its generation engine."""
+    """Where and how one MFC runs; ``backend`` is its generation engine.
+
+    ``saving`` has the choices of the planner where options of the role are ``auto``; None if none is.
+    """
 
     layout: Layout
     micro_batching: MicroBatching = MicroBatching()
     backend: Backend = Backend.native
+    saving: MemorySaving | None = None
 
     def __str__(self) -> str:
         return str(self.layout) if self.backend is Backend.native else f"{self.backend.value} {self.layout}"

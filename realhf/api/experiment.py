@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
+from realhf.api.config.option import AUTO
+from realhf.api.execution_plan import MemorySaving
 from realhf.api.graph import Graph
 from realhf.api.machine import EnvironmentLoad
 from realhf.api.model_config import ModelConfig
@@ -41,6 +43,16 @@ class RoleSpec:
     scalar_head: bool = False
     starts_as: str | None = None
     is_base: bool = False
+
+    def with_choices(self, saving: MemorySaving | None) -> "RoleSpec":
+        """Return the role with the planner's choices in place of ``auto``; without choices nothing is saved."""
+        spec, chosen = self.spec, saving or MemorySaving()
+        if spec.gradient_checkpointing == AUTO:
+            granularity = chosen.recompute or spec.recompute_granularity
+            spec = replace(spec, gradient_checkpointing=chosen.recompute is not None, recompute_granularity=granularity)
+        if spec.optimizer.offload == AUTO:
+            spec = replace(spec, optimizer=replace(spec.optimizer, offload=chosen.offload_optimizer))
+        return self if spec is self.spec else replace(self, spec=spec)
 
 
 class Experiment(ExperimentConfig):

@@ -137,6 +137,23 @@ class EnvironmentLoad:
 
 
 @dataclass(frozen=True)
+class RewardLoad:
+    """Judging of responses on one worker: seconds of a response, judge processes, and responses at a time in each.
+
+    ``uses_cores``: judges compute on the cores of the worker; requests to a service and async functions wait.
+    """
+
+    latency: float
+    processes: int
+    per_process: int = 1
+    uses_cores: bool = True
+
+    @property
+    def concurrency(self) -> int:
+        return self.processes * self.per_process
+
+
+@dataclass(frozen=True)
 class Workload:
     """Expected lengths of the rows of a run; ``prompts`` and ``response_lengths`` are used cyclically.
 

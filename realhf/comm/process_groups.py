@@ -193,9 +193,19 @@ class Group:
 
     def start_reduce(self, tensor: Tensor, index: int) -> dist.Work:
         """Start to sum over the group in the memory of member ``index``; others lose their values. See ``wait``."""
-        work = dist.reduce(tensor, sorted(self.ranks)[index], group=self.handle, async_op=True)
-        assert work is not None
-        return work
+        return _started(dist.reduce(tensor, sorted(self.ranks)[index], group=self.handle, async_op=True))
+
+    def start_all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Start to sum over the group in place. See ``wait``."""
+        return _started(dist.all_reduce(tensor, group=self.handle, async_op=True))
+
+    def start_reduce_scatter(self, output: Tensor, whole: Tensor) -> dist.Work:
+        """Start to fill ``output`` with this member's equal shard of the sum of ``whole`` over the group."""
+        return _started(dist.reduce_scatter_tensor(output, whole, group=self.handle, async_op=True))
+
+    def start_all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work:
+        """Start to fill ``whole`` with the members' equal shards, ordered by ``index``."""
+        return _started(dist.all_gather_into_tensor(whole, shard, group=self.handle, async_op=True))
 
     def wait(self, work: dist.Work, name: str, tensor: Tensor) -> None:
         """Wait until an operation on ``tensor`` has completed, on a GPU in its stream only."""
@@ -233,6 +243,11 @@ class Group:
     @property
     def _is_gloo(self) -> bool:
         return dist.get_backend(self.handle) == "gloo"
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only members start collectives"
+    return work
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:

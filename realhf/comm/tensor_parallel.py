@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from realhf.comm.process_groups import Group
@@ -18,12 +19,32 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class PendingTokens:
+    """The tokens of a collective that may still run: the first ``n_tokens`` of ``result``."""
+
+    group: Group
+    name: str
+    result: Tensor
+    n_tokens: int
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.group.wait(self.work, self.name, self.result)
+        return self.result[: self.n_tokens]
+
+
+@dataclass(frozen=True)
 class TensorParallelRegion:
-    """The collectives of one pass over ``n_tokens`` tokens."""
+    """The collectives of one pass over ``n_tokens`` tokens.
+
+    ``overlaps``: backward passes compute gradients of weights during collectives (``models/column_parallel.py``).
+    """
 
     group: Group
     n_tokens: int
     sequence: bool = False
+    overlaps: bool = False
 
     @property
     def _chunk(self) -> int:
@@ -72,6 +93,23 @@ class TensorParallelRegion:
         local = x.new_empty(self._chunk, *x.shape[1:])
         self.group.reduce_scatter(local, self._padded(x, self._chunk * self.group.size))
         return local[: self.n_local_tokens]
+
+    def start_all_gather_tokens(self, x: Tensor) -> PendingTokens:
+        """Start ``all_gather_tokens``."""
+        if not self.sequence:
+            return PendingTokens(self.group, "all_gather", x, self.n_tokens)
+        whole = x.new_empty(self._chunk * self.group.size, *x.shape[1:])
+        work = self.group.start_all_gather(whole, self._padded(x, self._chunk))
+        return PendingTokens(self.group, "all_gather", whole, self.n_tokens, work)
+
+    def start_reduce_scatter_tokens(self, x: Tensor) -> PendingTokens:
+        """Start ``reduce_scatter_tokens``, which may overwrite ``x``."""
+        if not self.sequence:
+            x = x.contiguous()
+            return PendingTokens(self.group, "all_reduce", x, self.n_tokens, self.group.start_all_reduce(x))
+        local = x.new_empty(self._chunk, *x.shape[1:])
+        work = self.group.start_reduce_scatter(local, self._padded(x, self._chunk * self.group.size))
+        return PendingTokens(self.group, "reduce_scatter", local, self.n_local_tokens, work)
 
     @staticmethod
     def _padded(x: Tensor, rows: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.column_parallel import column_parallel
 from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
 from realhf.ops.activations import activate
@@ -177,8 +178,8 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
 
     def project(x: Tensor) -> Tensor:
-        inner = tp_region.copy_to_tp(_normalise(attention.norm, x))
-        return linear(inner, attention.wqkv, attention.bqkv, attention.qkv_adapter, context.dropout)
+        inner, adapter = _normalise(attention.norm, x), attention.qkv_adapter
+        return column_parallel(tp_region, inner, attention.wqkv, attention.bqkv, adapter, context.dropout)
 
     qkv = context.product(project, x) if attention.norm is not None else project(x)
     qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
@@ -233,8 +234,8 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
     config = context.config
 
     def expand(inner: Tensor) -> Tensor:
-        inner = context.tp_region.copy_to_tp(_normalise(mlp.norm, inner))
-        return linear(inner, mlp.up, mlp.b_up, mlp.up_adapter, context.dropout)
+        inner = _normalise(mlp.norm, inner)
+        return column_parallel(context.tp_region, inner, mlp.up, mlp.b_up, mlp.up_adapter, context.dropout)
 
     def activated(wide: Tensor) -> Tensor:
         return activate(wide, config.activation, config.mlp == "gated")

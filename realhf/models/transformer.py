@@ -62,10 +62,12 @@ class Transformer:
         tp: Group = SINGLE_RANK_GROUP,
         sequence_parallel: bool = False,
         base: FlatParams | None = None,
+        tp_overlap: bool = False,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
         self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
+        self.tp_overlap = tp_overlap
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
         assert self.layers, "a stage has at least one layer"
         self._routers = StageRouters(config, self.layers)
@@ -110,7 +112,8 @@ class Transformer:
 
     def tp_region(self, n_tokens: int) -> TensorParallelRegion:
         """Return the tensor-parallel region of a pass; tokens are sharded only in training."""
-        return TensorParallelRegion(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
+        sequence = self.sequence_parallel and torch.is_grad_enabled()
+        return TensorParallelRegion(self.tp, n_tokens, sequence, self.tp_overlap)
 
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)

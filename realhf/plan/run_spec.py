@@ -129,6 +129,11 @@ class RunSpec:
         """Model architectures by role."""
         return {name: model_config(role) for name, role in self.roles.items()}
 
+    def engine_role(self, role: str) -> RoleSpec:
+        """Return a role as its engine needs it: with the plan's choices in place of options that are ``auto``."""
+        trainer = self.graph.trainer(role)
+        return self.roles[role].with_choices(self.plan[trainer.name].saving if trainer else None)
+
     @property
     def fetch_ranks(self) -> tuple[int, ...]:
         """Workers that read the data set: the data-parallel heads of the first MFC that needs it."""

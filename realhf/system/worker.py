@@ -190,7 +190,7 @@ class ModelWorker:
             is_home = layout == home_layout(run.graph, run.plan, role)
             engines[role, layout] = build_engine(
                 run.models[role],
-                run.roles[role],
+                run.engine_role(role),
                 ParallelContext(layout, self.rank, self.device, groups, self.activity, directed),
                 trained=is_home and run.graph.trainer(role) is not None,
                 holds_weights=is_home,

@@ -33,7 +33,7 @@ STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LR
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """A layout; in training with or without sequence parallelism, and gradients reduced during the backward pass."""
+    """A layout; in training with or without sequence parallelism, and communication overlapped with backward passes."""
 
     layout: Layout
     sequence: bool = True
@@ -51,7 +51,7 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
     "t2 without sequence": _sharded((2, 3), "t2", sequence=False),
     "p2": _sharded((3, 1), "p2"),
     "t2p2": _sharded((1, 0, 2, 3), "t2p2"),
-    "t2p2 without sequence": _sharded((1, 0, 3, 2), "t2p2", sequence=False),
+    "t2p2 without sequence": _sharded((1, 0, 3, 2), "t2p2", sequence=False, overlap=True),
     "t4": _sharded((0, 1, 2, 3), "t4"),
     "t4 without sequence": _sharded((0, 1, 2, 3), "t4", sequence=False),
     "d2t2": _sharded((0, 1, 2, 3), "d2t2"),
@@ -125,7 +125,8 @@ def engine_on(
     initial: InitialModel, sharded: ShardedLayout, rank: int, groups: Mapping[tuple[int, ...], Group]
 ) -> NativeEngine:
     spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
-    spec.init_critic_from_actor, spec.overlap_grad_reduce = initial.is_critic, sharded.overlap
+    spec.init_critic_from_actor = initial.is_critic
+    spec.overlap_grad_reduce = spec.tp_overlap = sharded.overlap
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:
         spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))

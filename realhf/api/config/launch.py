@@ -67,6 +67,8 @@ class PlannerConfig:
         "measured seconds of writing a checkpoint, for exp_ctrl.ckpt_freq_steps=auto (default: by planner.hardware)",
         SECONDS,
     )
+    reward_latency: float = opt(0.0, "expected seconds to judge a response with all of reward.fns (0: as profiled)",
+                                NON_NEGATIVE)  # fmt: skip
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

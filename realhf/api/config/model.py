@@ -14,6 +14,7 @@ from realhf.api.config.option import (
     NON_NEGATIVE,
     POSITIVE,
     SECONDS,
+    SWITCH_OR_AUTO,
     opt,
 )
 
@@ -32,7 +33,11 @@ class OptimizerConfig:
     lr_scheduler_type: LRSchedule = opt(LRSchedule.cosine, "learning-rate decay after warmup")
     warmup_steps_proportion: float = opt(0.02, "fraction of all steps with linear warmup", FRACTION)
     gradient_clipping: float = opt(1.0, "maximum global gradient norm, 0 for no clipping", NON_NEGATIVE)
-    offload: bool = opt(False, "keep the optimizer state of GPUs in host memory; steps copy it in chunks")
+    offload: bool | str = opt(
+        False,
+        "keep the optimizer state of GPUs in host memory, steps copy it in chunks; auto: the planner decides",
+        SWITCH_OR_AUTO,
+    )
 
 
 @dataclass
@@ -60,17 +65,29 @@ class ModelSpec:
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
     offload: bool = opt(False, "offload the weights to host memory between calls (untrained roles)")
-    gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
+    gradient_checkpointing: bool | str = opt(
+        False,
+        "recompute activations in the backward pass; auto: the planner chooses none, selective or full",
+        SWITCH_OR_AUTO,
+    )
     recompute_granularity: Recompute = opt(
         Recompute.full, "with gradient_checkpointing: full recomputes blocks, selective only norms and MLP activations"
     )
     overlap_grad_reduce: bool | None = opt(
         None, "reduce gradients over data-parallel ranks during the backward pass (default: on GPUs)"
     )
+    tp_overlap: bool | None = opt(
+        None, "overlap tensor-parallel communication with the gradients of weights (default: on GPUs)"
+    )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
     lora: LoraOptions = opt(LoraOptions, "LoRA: adapters of frozen weights, which are loaded once per worker")
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What the backward pass recomputes; None for nothing, and while the planner has not chosen."""
+        return self.recompute_granularity if self.gradient_checkpointing is True else None
 
 
 @dataclass

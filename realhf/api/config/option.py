@@ -30,6 +30,19 @@ class Range:
         return f"{'(' if self.low_open else '['}{self.low}, {self.high}{')' if self.high_open else ']'}"
 
 
+@dataclass(frozen=True)
+class Words:
+    """Valid words of an option that may also be a number or a bool."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.words)
+
+
+AUTO = "auto"
+"""The planner chooses the value of the option."""
+SWITCH_OR_AUTO = Words((AUTO,))
 FINITE = Range(-inf, inf, low_open=True, high_open=True)
 NON_NEGATIVE = Range(0, inf, high_open=True)
 POSITIVE = Range(0, inf, low_open=True, high_open=True)
@@ -51,11 +64,11 @@ PATH: Callable[[str], bool] = os.path.exists
 DATA: Callable[[str], bool] = data_exists  # or ORG/NAME[@revision][:config[:split]] on the hub
 
 
-def opt(default: Any, text: str, domain: Range | Callable[[str], bool] | None = None) -> Any:
+def opt(default: Any, text: str, domain: Range | Words | Callable[[str], bool] | None = None) -> Any:
     """Return a dataclass field with a default (or a factory of it) and the text that ``--help`` shows.
 
-    ``domain`` is the range of a number (or of the numbers of a list). For a path, it is the test whether the path
-    exists; then a relative path is stored as an absolute one.
+    ``domain`` is the range of a number (or of the numbers of a list), or valid words beside True and False. For a path,
+    it is the test whether the path exists; then a relative path is stored as an absolute one.
     """
     metadata = {"help": text, "domain": domain}
     if callable(default):
@@ -78,6 +91,8 @@ def range_problems(values: Iterable[tuple[str, Field, Any]]) -> list[str]:
     problems = []
     for key, option, value in values:
         domain = option.metadata.get("domain")
+        if isinstance(domain, Words) and isinstance(value, str) and value not in domain.words:
+            problems.append(f"{key}={value}: must be True, False or {domain}")
         valid = domain if isinstance(domain, Range) else FINITE
         numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, int | float)]
         if bounds := next(filter(None, map(valid.violated, numbers)), ""):

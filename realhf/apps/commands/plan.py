@@ -21,6 +21,7 @@ from realhf.apps.view.timeline_svg import ranks_text, stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
+from realhf.plan.cost.cost import VERIFIER
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.timeline import Prediction
@@ -39,7 +40,8 @@ modes); 2: an option or a file is invalid."""
 FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
 TEXT_WIDTH = 120
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Values of ``env.workers`` for which rollouts are predicted."""
+"""Values of ``env.workers`` and ``reward.processes`` for which steps are predicted."""
+NEGLIGIBLE = 0.01  # gain of a step by more judge processes, below which they are enough
 Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
@@ -108,8 +110,8 @@ def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: b
     else:
         prediction, capacity = report.prediction, report.machine.hardware.usable
         instructions = _instructions(report.planner, report.plan)
-        tables = [_allocation(report), instructions, _memory(prediction, capacity), *_environments(report),
-                  _step(report)]  # fmt: skip
+        tables = [_allocation(report), *_savings(report), instructions, _memory(prediction, capacity),
+                  *_environments(report), *_judges(report), _step(report)]  # fmt: skip
     if why:
         tables.append(_why(report.planner, report.plan))
     return Planned(report, results, tables)
@@ -167,6 +169,13 @@ def _allocation(report: PlanReport) -> Listing:
                    tuple(rows))  # fmt: skip
 
 
+def _savings(report: PlanReport) -> list[Listing]:
+    """Return what the planner has chosen for options that are ``auto``."""
+    chosen = {name: placement.saving for name, placement in report.plan.placements.items() if placement.saving}
+    rows = tuple((name, str(saving)) for name, saving in chosen.items())
+    return [Listing("memory saving (auto)", "ll", (), rows)] if rows else []
+
+
 def _instructions(planner: Planner, plan: ExecutionPlan) -> Listing:
     rows = []
     for name, steps in compile_program(planner.graph, plan).items():
@@ -206,6 +215,35 @@ def _environments(report: PlanReport) -> list[Listing]:
         before = min(before, seconds)
     rows = sorted(set(rows), key=lambda row: int(row[0]))
     return [Listing("environments", "rr", ("env.workers", f"{mfc.name}, {_seconds(report)}"), tuple(rows))]
+
+
+def _judges(report: PlanReport) -> list[Listing]:
+    """Return the predicted step for several values of ``reward.processes``, up to the first that is enough.
+
+    Further processes would make a step less than 1 % faster: the rewards are not on its critical path, or one response
+    takes as long.
+    """
+    planner, cost = report.planner, report.planner.calls.cost
+    verifier = next((mfc.name for mfc in planner.graph.topological if mfc.interface.name == VERIFIER), "")
+    if (load := cost.rewards) is None:
+        return []
+
+    def predicted(processes: int) -> Prediction:
+        changed = replace(cost, rewards=replace(load, processes=processes))
+        return replace(planner, calls=replace(planner.calls, cost=changed)).predict(report.plan)
+
+    rows, least, enough = [], predicted(max(1 << 20, load.processes)).seconds, 0
+    for processes in sorted({*WORKER_COUNTS, load.processes}):
+        found = report.prediction if processes == load.processes else predicted(processes)
+        if not enough or processes == load.processes:
+            share = f"{100 * found.critical_shares.get(verifier, 0.0):.0f}%"
+            seconds = f"{found.call_seconds[verifier][0]:.3g}", f"{found.seconds:.4g}"
+            rows.append((f"{processes}", *seconds, share))
+        if not enough and found.seconds <= (1 + NEGLIGIBLE) * least:
+            enough = processes
+    title = f"judges ({enough} processes are enough)" if enough else "judges (more processes are needed)"
+    head = "reward.processes", f"{verifier}, {_seconds(report)}", "step", "of the critical path"
+    return [Listing(title, "rrrr", head, tuple(rows))]
 
 
 def _memory(prediction: Prediction, capacity: float) -> Listing:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.codec import from_plain
+from realhf.api.config import ExperimentConfig, GenerationConfig, RewardConfig
 from realhf.api.config.choices import Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
-from realhf.api.machine import Hardware, Workload
+from realhf.api.machine import Hardware, RewardLoad, Workload
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.lengths import lengths_of
 from realhf.apps.profiles.measured import measured_speed, profile_problems
@@ -20,9 +21,10 @@ from realhf.base.errors import UserError
 from realhf.base.host_memory import host_bytes
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
+from realhf.environments.loading import is_async_class
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.cost import CostModel
+from realhf.plan.cost.cost import VERIFIER, CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
@@ -31,6 +33,7 @@ from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.lengths import FixedLengths, LengthDistribution, describe_lengths, representative_lengths
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
+from realhf.rewards.registry import fns_of, is_remote
 
 MAX_ROWS = 4096  # of the dataset in the workload of a prediction
 
@@ -46,7 +49,10 @@ class MachineModel:
     is_measured: bool = False
 
 
-def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
+def plan_for_mode(planner: Planner, config: ExperimentConfig, given: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan of the allocation mode; ``given`` has the layouts of one that the planner does not handle."""
+    if config.allocation_mode not in PLANNED:
+        return planner.with_savings(given)
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
     return planner.by_heuristic(PLANNED[config.allocation_mode])
@@ -61,7 +67,8 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
         plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
-    return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})
+    placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
+    return planner.with_savings(replace(plan, placements=placements))
 
 
 def machine_of(
@@ -131,11 +138,29 @@ def workload_of(
     return Workload(tuple(lengths), sampled, samples, describe_lengths(responses, sampled, longest))
 
 
+def reward_load(graph: Graph, latency: float) -> RewardLoad | None:
+    """Return how the verifier of a graph judges responses; None without one, or if its latency is not given."""
+    verifiers = [mfc for mfc in graph.mfcs if mfc.interface.name == VERIFIER]
+    if not verifiers or not latency:
+        return None
+    config = from_plain(dict(verifiers[0].interface.config["reward"]), RewardConfig)
+    if not (fns := fns_of(config)):
+        return None
+    is_async = all(map(is_async_class, fns))  # by the name of the function in its file
+    is_local = not is_async and not any(map(is_remote, fns))
+    return RewardLoad(latency, config.processes, config.max_concurrency if is_async else 1, is_local)
+
+
 def _role_on(device: str, role: RoleSpec) -> RoleSpec:
-    """Return a role without ``optimizer.offload`` on CPUs, where it changes nothing."""
-    if device != Device.cpu.value or not role.spec.optimizer.offload:
-        return role
-    return replace(role, spec=replace(role.spec, optimizer=replace(role.spec.optimizer, offload=False)))
+    """Return a role with the defaults of the device, on CPUs without ``optimizer.offload``, which changes nothing."""
+    spec, is_gpu = role.spec, device != Device.cpu.value
+    spec = replace(
+        spec,
+        overlap_grad_reduce=is_gpu if spec.overlap_grad_reduce is None else spec.overlap_grad_reduce,
+        tp_overlap=is_gpu if spec.tp_overlap is None else spec.tp_overlap,
+        optimizer=replace(spec.optimizer, offload=spec.optimizer.offload if is_gpu else False),
+    )
+    return replace(role, spec=spec)
 
 
 def planner_of(
@@ -156,9 +181,10 @@ def planner_of(
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node
-    environment = experiment.environment_load()
+    environment, rewards = experiment.environment_load(), reward_load(graph, experiment.planner.reward_latency)
     pads_cache = device == "cpu"
-    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment, pads_cache)
+    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares, environment, pads_cache,
+                     rewards)  # fmt: skip
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,

@@ -299,8 +299,10 @@ def build_engine(
     else:
         new = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
-    recompute = role.spec.recompute_granularity if trained and role.spec.gradient_checkpointing else None
-    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base)
+    recompute = role.spec.recompute if trained else None
+    tp_overlap = context.device.type == "cuda" if role.spec.tp_overlap is None else role.spec.tp_overlap
+    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base,
+                        tp_overlap)  # fmt: skip
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce
     overlap = context.device.type == "cuda" if overlap is None else overlap

@@ -1,7 +1,7 @@
 """Cost of every instruction of a program: amounts of work times the speed of a machine."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
@@ -12,7 +12,7 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Coord, Layout
-from realhf.api.machine import Cost, EnvironmentLoad, Workload
+from realhf.api.machine import Cost, EnvironmentLoad, RewardLoad, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
@@ -20,11 +20,14 @@ from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.decode_time import CacheReads, DecodeTimer, decode_schedule
 from realhf.plan.cost.environment import rollout_seconds
+from realhf.plan.cost.judges import judging_cost
+from realhf.plan.cost.overlap import overlaps_grad_reduce, reduction_seconds
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
 from realhf.plan.cost.speed import (
     CollectiveKind,
     Speed,
     Stages,
+    StageShard,
     Traffic,
     Work,
     itemsize,
@@ -35,6 +38,7 @@ from realhf.plan.cost.speed import (
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
+VERIFIER = "verifier"  # the interface that judges responses
 METHODS = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}
 Rows = tuple[tuple[RowId, ...], tuple[int, ...]]  # ids and lengths
 
@@ -77,6 +81,7 @@ class CostModel:
     share_prompts: bool = False
     environment: EnvironmentLoad | None = None
     pads_cache: bool = False
+    rewards: RewardLoad | None = None
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
@@ -102,6 +107,8 @@ class CostModel:
 
     def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
         """Return the cost of an MFC's computation on the rows of every data-parallel rank."""
+        if self.rewards is not None and mfc.interface.name == VERIFIER:
+            return _concurrent([judging_cost(self.rewards, len(r.ids)) for r in ranks])
         method = f"{mfc.interface.name}/{METHODS[mfc.kind]}"
         interface = [self.speed.interface(method, len(r.ids), sum(r.lengths)) for r in ranks]
         if mfc.role is None:
@@ -110,16 +117,16 @@ class CostModel:
         copies = layout.strategy.tp * layout.strategy.pp
         own = Cost(max(interface), sum(interface) * copies)  # every rank of a replica runs the interface
 
-        def passes(replicas: Iterable[Rows], update: float = 0.0) -> Cost:
+        def passes(replicas: Sequence[Rows]) -> Cost:
             cost = _concurrent([self._passes(mfc, placement, d, rows) for d, rows in enumerate(replicas)])
+            update = self._update(mfc, placement, replicas) if mfc.is_train else 0.0
             return Cost(cost.seconds + update, cost.core_seconds + update * layout.strategy.world)
 
         match mfc.kind:
             case Kind.TRAIN:
-                update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
-                costs = [passes((r.of_minibatch(n) for r in ranks), update) for n in range(mfc.n_minibatches)]
+                costs = [passes([r.of_minibatch(n) for r in ranks]) for n in range(mfc.n_minibatches)]
             case Kind.INFERENCE:
-                costs = [passes((r.ids, r.lengths) for r in ranks)]
+                costs = [passes([(r.ids, r.lengths) for r in ranks])]
             case Kind.GENERATE:
                 costs = [_concurrent([self._generate(mfc, placement, d, r) for d, r in enumerate(ranks)])]
                 if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
@@ -144,9 +151,14 @@ class CostModel:
         seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
-    def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
+    def _role(self, mfc: MFC, placement: Placement) -> RoleSpec:
         assert mfc.role is not None
-        shards = stage_shards(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
+        return self.roles[mfc.role].with_choices(placement.saving)
+
+    def _stages(self, mfc: MFC, placement: Placement, dp: int) -> Stages:
+        assert mfc.role is not None
+        layout = placement.layout
+        shards = stage_shards(self.models[mfc.role], self._role(mfc, placement), layout.strategy)
         return [(s, tuple(layout.rank(Coord(p, dp, t)) for t in range(s.tp))) for p, s in enumerate(shards)]
 
     def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
@@ -160,7 +172,7 @@ class CostModel:
         if not rows[0]:
             return NO_COST
         assert mfc.role is not None
-        trains, tp, stages = mfc.is_train, placement.layout.strategy.tp, self._stages(mfc, placement.layout, dp)
+        trains, tp, stages = mfc.is_train, placement.layout.strategy.tp, self._stages(mfc, placement, dp)
         works = mfc_works(mfc, self.models[mfc.role], placement, rows, self.workload, self.share_prompts)
         schedule = train_schedule if trains else inference_schedule
         seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
@@ -181,22 +193,33 @@ class CostModel:
             seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
         return Cost(seconds, busy * tp)
 
-    def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
+    def _update(self, mfc: MFC, placement: Placement, replicas: Sequence[Rows]) -> float:
+        """Seconds of an optimizer step after the passes of a mini-batch, on the slowest stage."""
+        role, stages, backward = self._role(mfc, placement), self._stages(mfc, placement, 0), list[float]()
+        if overlaps_grad_reduce(role, placement.layout.strategy):
+            # the replica with most tokens is the last to have the gradients of a bucket
+            rows = max(replicas, key=lambda rows: sum(rows[1]))
+            works = mfc_works(mfc, stages[0][0].model, placement, rows, self.workload, self.share_prompts)
+            backward = [self.speed.train(shard, works[-1], ranks)[1] if works else 0.0 for shard, ranks in stages]
+        return max(
+            self._stage_update(role, placement.layout, stage, *stages[stage], backward[stage] if backward else 0.0)
+            for stage in range(len(stages))
+        )
+
+    def _stage_update(
+        self, role: RoleSpec, layout: Layout, stage: int, shard: StageShard, group: Sequence[int], backward_s: float
+    ) -> float:
         """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
-        assert mfc.role is not None
-        shard, group = self._stages(mfc, layout, 0)[stage]
         strategy = layout.strategy
         numel = shard_numels(shard.model, strategy.tp, strategy.pp)[stage]
         replicas = layout.axis("dp", group[0])
         seconds = self.speed.optimizer(shard, numel // strategy.dp)
-        if self.roles[mfc.role].spec.optimizer.offload:  # copies in both directions overlap
-            nbytes = numel // strategy.dp * optimizer_bytes(self.roles[mfc.role])
+        if role.spec.optimizer.offload is True:  # copies in both directions overlap
+            nbytes = numel // strategy.dp * optimizer_bytes(role)
             seconds = max(seconds, self.speed.host_copy(nbytes))
         if strategy.dp > 1:
-            seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-            seconds += self.speed.collective(
-                CollectiveKind.ALL_GATHER, itemsize(self.roles[mfc.role]) * numel, replicas
-            )
+            seconds += reduction_seconds(self.speed, shard, role, strategy, stage, numel, replicas, backward_s)
+            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, itemsize(role) * numel, replicas)
         # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # gradient norm
@@ -212,7 +235,7 @@ class CostModel:
         if not rows.ids:
             return NO_COST
         assert self.sampling is not None and mfc.role is not None
-        stages, responses = self._stages(mfc, placement.layout, dp), self.sampled(mfc, rows)
+        stages, responses = self._stages(mfc, placement, dp), self.sampled(mfc, rows)
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(responses))
         reads = CacheReads.PADDED if self.pads_cache else CacheReads.OWN
         if self.share_prompts and stages[0][0].is_fused:

@@ -8,7 +8,7 @@ from operator import add
 
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.config.choices import Backend
-from realhf.api.execution_plan import ExecutionPlan, Placement
+from realhf.api.execution_plan import ExecutionPlan, MemorySaving, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Layout, ParallelStrategy
@@ -101,10 +101,12 @@ class MemoryModel:
             return 0.0
         return float(realloc_ring_bytes(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size))
 
-    def resident(self, role: str, strategy: ParallelStrategy, with_base: bool = True) -> Bytes:
+    def resident(
+        self, role: str, strategy: ParallelStrategy, with_base: bool = True, saving: MemorySaving | None = None
+    ) -> Bytes:
         """Return the resident bytes of a role per device of the largest stage (of an offloaded role: while loaded).
 
-        A base of adapters that other roles have in memory counts again.
+        A base of adapters that other roles have in memory counts again. ``saving`` is that of the training call.
         """
         bf16 = self.roles[role].spec.bf16
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
@@ -114,7 +116,7 @@ class MemoryModel:
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
         state = numel / strategy.dp * optimizer_bytes(self.roles[role])
-        if self.roles[role].spec.optimizer.offload:
+        if self.roles[role].with_choices(saving).spec.optimizer.offload:
             state = 0.0
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
@@ -124,7 +126,8 @@ class MemoryModel:
         """Return the additional bytes of a running call per device; ``home_layout`` is that of its role's weights."""
         if mfc.role is None:
             return Bytes()
-        config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
+        config, strategy = self.models[mfc.role], placement.layout.strategy
+        role = self.roles[mfc.role].with_choices(placement.saving)
         borrowed = 0.0 if home_layout == placement.layout else self.weights(mfc.role, strategy)
         if placement.backend is Backend.vllm:
             if config.lora is not None:
@@ -141,7 +144,7 @@ class MemoryModel:
                 stages = enumerate(self.footprint.train_bytes(shard, work) for shard in shards)
                 # 1F1B: stage s has pp - s micro-batches in flight
                 peaks = [(strategy.pp - stage - 1) * kept + peak for stage, (kept, peak) in stages]
-                return common + Bytes(activations=max(peaks), optimizer=self._chunks(mfc.role, strategy))
+                return common + Bytes(activations=max(peaks), optimizer=self._chunks(mfc.role, role, strategy))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
                 return common + Bytes(activations=max(self.footprint.forward_bytes(p, work) for p in shards))
@@ -155,7 +158,9 @@ class MemoryModel:
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""
         homes = {role: home_layout(self.graph, plan, role) for role in self.graph.roles}
-        resident = {role: self.resident(role, layout.strategy, with_base=False) for role, layout in homes.items()}
+        savings = {role: plan[mfc.name].saving for role in homes if (mfc := self.graph.trainer(role))}
+        resident = {role: self.resident(role, layout.strategy, False, savings.get(role))
+                    for role, layout in homes.items()}  # fmt: skip
         totals = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
         for role, layout in homes.items():
             if not self._is_offloaded(role):
@@ -215,13 +220,13 @@ class MemoryModel:
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"
 
-    def _chunks(self, role: str, strategy: ParallelStrategy) -> float:
+    def _chunks(self, name: str, role: RoleSpec, strategy: ParallelStrategy) -> float:
         """Return the bytes of optimizer state that pass through a device at a time."""
-        if not self.roles[role].spec.optimizer.offload:
+        if not role.spec.optimizer.offload:
             return 0.0
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp)) / strategy.dp
+        numel = max(shard_numels(self.models[name], strategy.tp, strategy.pp)) / strategy.dp
         chunk = min(numel, OPTIMIZER_CHUNK_NUMEL)
-        return min(2, ceil(numel / chunk)) * chunk * optimizer_bytes(self.roles[role])
+        return min(2, ceil(numel / chunk)) * chunk * optimizer_bytes(role)
 
     def _largest(self, mfc: MFC, placement: Placement, parts: Sequence[Rows]) -> Work:
         assert mfc.role is not None

@@ -74,6 +74,7 @@ class StageShard:
     bf16: bool
     recompute: Recompute | None = None  # gradient checkpointing
     sequence_parallel: bool = False  # training: outside tensor-parallel layers each rank has its share of the tokens
+    tp_overlap: bool = False  # training: collectives run during products of weight gradients
 
     @property
     def itemsize(self) -> int:
@@ -98,9 +99,9 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
     spec, last = role.spec, config.n_layers + 1
     return tuple(
         StageShard(config, strategy.tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
-                   last=last in layers, bf16=bool(spec.bf16), 
-                   recompute=spec.recompute_granularity if spec.gradient_checkpointing else None,
-                   sequence_parallel=spec.sequence_parallel and strategy.tp > 1)
+                   last=last in layers, bf16=bool(spec.bf16), recompute=spec.recompute,
+                   sequence_parallel=spec.sequence_parallel and strategy.tp > 1,
+                   tp_overlap=spec.tp_overlap is True and strategy.tp > 1 and config.lora is None)
         for layers in stage_layers(config, strategy.pp)
     )  # fmt: skip
 

@@ -65,9 +65,9 @@ class CallCosts:
     def of(self, mfc: MFC, placement: Placement, key: Hashable) -> tuple[Cost, ...]:
         """Return the cost of each call of an MFC in order; after the last one costs repeat.
 
-        Placements with the same ``key`` and micro-batching have equal costs.
+        Placements with the same ``key``, micro-batching and memory saving have equal costs.
         """
-        entry = key, placement.micro_batching
+        entry = key, placement.micro_batching, placement.saving
         if entry not in self._costs:
             rows = self._rows_of(mfc, placement.layout.strategy.dp)
             self._costs[entry] = tuple(self.cost.compute(mfc, placement, of_call) for of_call in rows)

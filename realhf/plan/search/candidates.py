@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from realhf.api.batch_meta import RowId
-from realhf.api.execution_plan import MicroBatching, Placement
+from realhf.api.config.choices import Backend, Recompute
+from realhf.api.config.option import AUTO
+from realhf.api.execution_plan import MemorySaving, MicroBatching, Placement
 from realhf.api.graph import MFC, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Hardware
@@ -14,10 +16,12 @@ from realhf.plan.cost.cost import BatchRows, CostModel, split_rows
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.speed import Traffic
 
+RECOMPUTED = (Recompute.selective, Recompute.full)
 MIN_MICRO_BATCH_TOKENS = 512
 MIN_NUM_SEQS = 8
 Key = tuple[str, ParallelStrategy, int | DeviceMesh]
 """MFC name, strategy, and the first rank modulo the node size (or the mesh if its ranks are not contiguous)."""
+Ways = tuple[MicroBatching, MemorySaving | None]
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class Candidates:
     batch_size: int
     limits: Mapping[str, MicroBatching]
     _rows: dict[tuple[bool, int, int, int], tuple[BatchRows, ...]] = field(default_factory=dict, init=False, repr=False)
-    _candidates: dict[tuple[Key, float], Candidate] = field(default_factory=dict, init=False, repr=False)
-    _sizes: dict[tuple[Key, MicroBatching], float] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[tuple[Key, MicroBatching], Cost] = field(default_factory=dict, init=False, repr=False)
+    _candidates: dict[tuple[Key, float], list[Candidate]] = field(default_factory=dict, init=False, repr=False)
+    _sizes: dict[tuple[Key, Ways], float] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[tuple[Key, Ways], Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def capacity(self) -> float:
@@ -53,12 +57,21 @@ class Candidates:
         return self.hardware.usable - self.memory.runtime
 
     def of(self, mfc: MFC, layout: Layout, share: float = 1.0) -> Candidate:
-        """Return a candidate with the fastest micro-batching that fits in a ``share`` of memory, or the smallest."""
+        """Return the fastest candidate that fits in a ``share`` of memory, or the smallest.
+
+        Candidates differ in micro-batching and, where options of the role are ``auto``, in how they save memory.
+        """
+        return self.variants(mfc, layout, share)[0]
+
+    def variants(self, mfc: MFC, layout: Layout, share: float = 1.0) -> list[Candidate]:
+        """Return ``of``, then the candidates with less memory that the planner may choose instead, fastest first."""
         key = self.key(mfc, layout)
         if (key, share) not in self._candidates:
-            self._candidates[key, share] = self._best(mfc, layout, key, share * self.capacity)
-        candidate = self._candidates[key, share]
-        return replace(candidate, placement=replace(candidate.placement, layout=layout))
+            available = share * self.capacity
+            found = [self._best(mfc, layout, key, available, saving) for saving in self.savings(mfc)]
+            self._candidates[key, share] = _frontier(found, available)
+        some = self._candidates[key, share]
+        return [replace(candidate, placement=replace(candidate.placement, layout=layout)) for candidate in some]
 
     def key(self, mfc: MFC, layout: Layout) -> Key:
         """Return what determines costs: contiguous ranks only by their position relative to node boundaries."""
@@ -66,25 +79,41 @@ class Candidates:
         is_contiguous = ranks == tuple(range(first, first + len(ranks)))
         return mfc.name, layout.strategy, first % self.hardware.node_size if is_contiguous else layout.mesh
 
-    def _best(self, mfc: MFC, layout: Layout, key: Key, available: float) -> Candidate:
+    def savings(self, mfc: MFC) -> list[MemorySaving | None]:
+        """Return how a call may save memory; only None if no option of its role is ``auto``."""
+        if mfc.role is None or not mfc.is_train:
+            return [None]
+        spec = self.cost.roles[mfc.role].spec
+        recomputes = [None, *RECOMPUTED] if spec.gradient_checkpointing == AUTO else [spec.recompute]
+        offloads = [spec.optimizer.offload is True]
+        if spec.optimizer.offload == AUTO:
+            offloads = [False] if spec.backend is Backend.megatron else [False, True]
+        if AUTO not in (spec.gradient_checkpointing, spec.optimizer.offload):
+            return [None]
+        return [MemorySaving(recompute, offload) for recompute in recomputes for offload in offloads]
+
+    def _best(self, mfc: MFC, layout: Layout, key: Key, available: float, saving: MemorySaving | None) -> Candidate:
         rows, sizes = self.rows(mfc, layout.strategy.dp), dict[MicroBatching, float]()
-        resident = self.memory.resident(mfc.role, layout.strategy).total if mfc.role else 0.0
+        resident = self.memory.resident(mfc.role, layout.strategy, saving=saving).total if mfc.role else 0.0
+        placed = lambda limits: Placement(layout, limits, saving=saving)
         n_wanted = 3 if layout.strategy.pp > 1 else 1  # smaller micro-batches reduce pipeline bubbles
         for limits in self._limits(mfc):
-            if (key, limits) not in self._sizes:
-                self._sizes[key, limits] = self.memory.transient(mfc, Placement(layout, limits), rows, layout).total
-            sizes[limits] = self._sizes[key, limits]
+            ways = limits, saving
+            if (key, ways) not in self._sizes:
+                self._sizes[key, ways] = self.memory.transient(mfc, placed(limits), rows, layout).total
+            sizes[limits] = self._sizes[key, ways]
             if sum(size + resident <= available for size in sizes.values()) == n_wanted:
                 break
         fitting = [limits for limits, size in sizes.items() if size + resident <= available]
         costs = []
         for limits in fitting or [min(sizes, key=lambda limits: sizes[limits])]:
-            if (key, limits) not in self._costs:
-                self._costs[key, limits] = self._cost(mfc, Placement(layout, limits), rows)
-            costs.append((limits, self._costs[key, limits]))
+            ways = limits, saving
+            if (key, ways) not in self._costs:
+                self._costs[key, ways] = self._cost(mfc, placed(limits), rows)
+            costs.append((limits, self._costs[key, ways]))
         limits, cost = min(costs, key=lambda pair: pair[1].seconds)
         transfer = self._transfer(mfc, layout, rows)
-        return Candidate(Placement(layout, limits), cost, transfer, sizes[limits], resident)
+        return Candidate(placed(limits), cost, transfer, sizes[limits], resident)
 
     def _limits(self, mfc: MFC) -> Iterator[MicroBatching]:
         """Yield the configured micro-batching, then smaller ones: fewer tokens, or fewer sequences in generation."""
@@ -140,6 +169,15 @@ class Candidates:
             assignment, minibatches = partition_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
             self._rows[key] = split_rows(ids, lengths, minibatches, assignment)
         return self._rows[key]
+
+
+def _frontier(found: Sequence[Candidate], available: float) -> list[Candidate]:
+    """Return the fastest candidate that fits, or else the smallest; then slower ones in order of decreasing memory."""
+    kept: list[Candidate] = []
+    for candidate in sorted(found, key=lambda c: (c.bytes > available, c.cost.seconds, c.bytes)):
+        if candidate.bytes <= available and all(candidate.bytes < other.bytes for other in kept):
+            kept.append(candidate)
+    return kept or [min(found, key=lambda c: (c.bytes, c.cost.seconds))]
 
 
 def _busiest(rows: Sequence[BatchRows], n_minibatches: int) -> BatchRows:

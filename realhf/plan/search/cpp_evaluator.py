@@ -99,7 +99,7 @@ class CppEvaluator:
 
 def _ints(problem: Problem) -> Iterator[int]:
     """Yield the integers of a problem, and ``_reals`` its other numbers, in the order of csrc/planner/api.cpp."""
-    yield from (problem.batch_size, problem.n_steps, problem.n_steady_steps, problem.max_staleness)
+    yield from (problem.batch_size, problem.n_steps, *problem.steady_steps, problem.max_staleness)
     yield problem.filter_mfc
     yield from (len(problem.order), *problem.order)
     for deps, options in zip(problem.deps, problem.table, strict=True):

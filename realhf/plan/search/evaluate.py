@@ -47,8 +47,8 @@ class PythonEvaluator:
         queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
         scheduler = Scheduler(problem.graph, self._schedule, problem.max_staleness)
         _, ends = run_calls(queues, scheduler.fetch_ahead(), on_finished, make_ops)
-        n = problem.n_steady_steps
-        return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)
+        (first, last), n = problem.steady_steps, problem.n_steady_steps
+        return (ends[last] - ends[first]) / n if n else ends[0], peak_bytes(assignment)
 
 
 def objective(problem: Problem, seconds: float, peak: float) -> float:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 from operator import itemgetter
 
-from realhf.api.execution_plan import ExecutionPlan
+from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
@@ -26,6 +27,7 @@ from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Alternative, Prediction
 
 N_STEPS = 3  # simulated steps: the first one fills the pipeline of calls, the others are alike
+N_STEPS_AHEAD = 2  # further ones per step of staleness: rollouts ahead of the first steps, and none after the last
 MEMORY_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of a worker's memory available to each call; the first one with which all calls fit together is used."""
 N_SIMULATED = 12
@@ -77,7 +79,7 @@ class Planner:
 
     @property
     def _schedule(self) -> TrainSchedule:
-        n_steps = N_STEPS + self.max_staleness
+        n_steps = N_STEPS + N_STEPS_AHEAD * self.max_staleness
         return TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
 
     @cached_property
@@ -107,7 +109,7 @@ class Planner:
         for share in MEMORY_SHARES[::2]:
             table = self.candidates(chosen, share)
             problem, time_left = self.problem(table), deadline - time.monotonic() - reserved_s
-            choices = [find_choice(table, some) for some in chosen]
+            choices = [find_choice(table, plan) for plan in plans]
             result = search(problem, choices, seed, self.max_evaluations, time_left)
             if result.fits:
                 break
@@ -145,7 +147,7 @@ class Planner:
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits if the rest is unchanged."""
         table = self.candidates([plan_layouts(plan)])
-        problem, choice = self.problem(table), find_choice(table, plan_layouts(plan))
+        problem, choice = self.problem(table), find_choice(table, plan)
         plans = evaluator(problem)
         best: dict[str, Alternative | None] = {}
         for i, mfc in enumerate(self.graph.mfcs):
@@ -161,9 +163,30 @@ class Planner:
             best[mfc.name] = min(found, key=lambda a: a.seconds, default=None)
         return self.predict(plan).seconds, best
 
+    def with_savings(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan with given layouts in which training calls save memory in the fastest way that fits together.
+
+        If nothing fits, it is the way with the smallest peak.
+        """
+        if not (trainers := [mfc for mfc in self.graph.mfcs if self.calls.savings(mfc) != [None]]):
+            return plan
+        ways: list[tuple[float, ExecutionPlan]] = []
+        for savings in product(*map(self.calls.savings, trainers)):
+            chosen, seconds = dict(plan.placements), 0.0
+            for mfc, saving in zip(trainers, savings, strict=True):
+                chosen[mfc.name] = replace(plan[mfc.name], saving=saving)
+                rows = self.calls.rows(mfc, plan[mfc.name].layout.strategy.dp)
+                seconds += self.calls.cost.compute(mfc, chosen[mfc.name], rows).seconds
+            ways.append((seconds, replace(plan, placements=chosen)))
+        by_time = [way for _, way in sorted(ways, key=lambda way: way[0])]
+        return next(filter(self.fits, by_time), min(by_time, key=self._peak))
+
     def fits(self, plan: ExecutionPlan) -> bool:
         """Return True if every worker has enough memory for a plan."""
-        return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.usable
+        return self._peak(plan) <= self.calls.hardware.usable
+
+    def _peak(self, plan: ExecutionPlan) -> float:
+        return max(some.total for some in self._memory_of(plan).values())
 
     def _memory_of(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
@@ -193,13 +216,15 @@ class Planner:
             for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *required]):
                 with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
-            table[mfc.name] = [c for some in by_mesh.values() for c in self._select(some, required, share)]
+            chosen = [c for some in by_mesh.values() for c in self._select(mfc, some, required, share)]
+            table[mfc.name] = [v for c in chosen for v in self.calls.variants(mfc, c.placement.layout, share)]
         return table
 
-    def _select(self, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
+    def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
+        least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes
         fitting = [c for c in some if c.bytes <= share * self.calls.capacity] or some
         fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
-        smallest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
+        smallest = min(some, key=lambda c: (least(c), c.cost.seconds))
         selected = [*fastest, smallest, *(c for c in some if c.placement.layout in required)]
         return list({c.placement.layout: c for c in selected}.values())
 
@@ -246,9 +271,11 @@ def plan_layouts(plan: ExecutionPlan) -> Layouts:
     return {name: placement.layout for name, placement in plan.placements.items()}
 
 
-def find_choice(table: Table, chosen: Layouts) -> Choice:
-    """Return the option numbers of layouts that are in a table."""
-    return tuple(
-        next(i for i, candidate in enumerate(some) if candidate.placement.layout == chosen[mfc])
-        for mfc, some in table.items()
-    )
+def find_choice(table: Table, plan: ExecutionPlan) -> Choice:
+    """Return the option numbers of a plan's layouts, which are in the table; if possible with its memory saving."""
+
+    def number(some: Sequence[Candidate], placement: Placement) -> int:
+        same = [i for i, candidate in enumerate(some) if candidate.placement.layout == placement.layout]
+        return next((i for i in same if some[i].placement.saving == placement.saving), same[0])
+
+    return tuple(number(some, plan[mfc]) for mfc, some in table.items())

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from realhf.api.graph import Graph, Sync
 from realhf.api.machine import Cost
 from realhf.plan.compile.program import home_mfc
-from realhf.plan.search.timeline import n_steady_steps
+from realhf.plan.search.timeline import steady_steps
 
 FREE = Cost(0.0, 0.0)
 Choice = tuple[int, ...]  # the option number of every MFC, in the order of ``graph.mfcs``
@@ -106,9 +106,13 @@ class Problem:
             raise ValueError(f"options must use contiguous ranks from 0 to {self.n_ranks - 1}: {'; '.join(invalid)}")
 
     @cached_property
+    def steady_steps(self) -> tuple[int, int]:
+        """The steps between whose ends the time per step is averaged; equal if only one step is simulated."""
+        return steady_steps(self.n_steps, self.max_staleness)
+
+    @property
     def n_steady_steps(self) -> int:
-        """Number of simulated steps over which the time per step is averaged; 0: only one step is simulated."""
-        return n_steady_steps(self.n_steps, self.max_staleness)
+        return self.steady_steps[1] - self.steady_steps[0]
 
     @cached_property
     def table(self) -> tuple[tuple[LayoutOption, ...], ...]:

@@ -25,9 +25,20 @@ class Activity:
     after: int | None
 
 
+def steady_steps(n_steps: int, max_staleness: int) -> tuple[int, int]:
+    """Return the steps at whose ends the steady state begins and ends; equal if only one step is simulated.
+
+    Rollouts of the steps up to ``max_staleness`` may precede the end of step 0, so the steps after it are shorter. For
+    the last ``max_staleness`` steps there are no further rollouts. Short runs have no such steps left.
+    """
+    last = max(n_steps - 1 - max_staleness, min(n_steps - 1, 1))
+    return max(0, min(max_staleness, last - 1)), last
+
+
 def n_steady_steps(n_steps: int, max_staleness: int) -> int:
-    """Return the number of steps in the steady state: all but the first and the last ``max_staleness``."""
-    return max(n_steps - 1 - max_staleness, min(n_steps - 1, 1))
+    """Return the number of steps in the steady state."""
+    first, last = steady_steps(n_steps, max_staleness)
+    return last - first
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,9 @@ class Timeline:
 
     @property
     def steady_state(self) -> tuple[float, float]:
-        """Start and end of the steady state, which begins after the first step of several."""
-        last = n_steady_steps(len(self.step_ends), self.max_staleness)
-        return (self.step_ends[0] if last else 0.0), self.step_ends[last]
+        """Start and end of the steady state, or of the only step."""
+        first, last = steady_steps(len(self.step_ends), self.max_staleness)
+        return (self.step_ends[first] if last else 0.0), self.step_ends[last]
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

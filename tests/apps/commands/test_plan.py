@@ -308,3 +308,19 @@ def test_every_experiment_has_a_plan_without_notes(experiment: str, plan: Comman
     role = "actor" if experiment in ("dpo", "ppo-math") else "model"
     result = plan(experiment, f"{role}.path=tiny", "device=cpu", "n_gpus_per_node=2", "dataset.train_bs_n_seqs=4")
     assert result.code == 0 and "note:" not in result.out
+
+
+def test_judges_that_are_enough(plan: Command) -> None:
+    words = ("ppo-math", "actor.path=7b", "device=cuda", "planner.hardware=h100", "n_gpus_per_node=8",
+             "dataset.train_bs_n_seqs=32")  # fmt: skip
+    shown = plan(*words, "planner.reward_latency=0.1", "reward.processes=3")
+    assert shown.code == 0, shown.err
+    title = re.search(r"judges \((\d+) processes are enough\)", shown.out)
+    assert title is not None
+    (_, *rows) = shown.table(title[0])
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]  # each worker has four responses
+    assert [float(row[1]) for row in rows] == [0.4, 0.2, pytest.approx(0.4 / 3, rel=0.01), 0.1]
+    steps = [float(row[2]) for row in rows]
+    assert steps == sorted(steps, reverse=True) and steps[0] - steps[-1] == pytest.approx(0.3, abs=0.01)
+    assert title[1] == "4" and f"{steps[2]:.4g} s" in shown.out
+    assert "judges" not in plan(*words).out and "judges" not in plan.ppo("planner.reward_latency=0.1").out

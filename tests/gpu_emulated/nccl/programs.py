@@ -41,7 +41,8 @@ def context_of(layout: Layout, rank: int) -> ParallelContext:
 
 
 def engine_of(layout: Layout, rank: int, trained: bool, config: ModelConfig = CONFIG) -> NativeEngine:
-    spec = ModelSpec(init_from_scratch=True, optimizer=OptimizerConfig(lr=1e-3), overlap_grad_reduce=True)
+    spec = ModelSpec(init_from_scratch=True, optimizer=OptimizerConfig(lr=1e-3), overlap_grad_reduce=True,
+                     tp_overlap=True)  # fmt: skip
     context = context_of(layout, rank)
     return build_engine(config, RoleSpec(spec), context, trained, True, 3, 10, (1,), None)
 

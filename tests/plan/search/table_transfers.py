@@ -32,4 +32,5 @@ def seconds_with_table_transfers(planner: Planner, table: Table, problem: Proble
     _, ends = run_calls(
         queues, state.start(), lambda done: state.handle(make_rows(graph, cost.workload, done, plan)), call_ops
     )
-    return (ends[problem.n_steady_steps] - ends[0]) / problem.n_steady_steps
+    first, last = problem.steady_steps
+    return (ends[last] - ends[first]) / (last - first)

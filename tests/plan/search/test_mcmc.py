@@ -39,7 +39,7 @@ def test_cold_chains_only_improve() -> None:
 
 
 def test_acceptance_probability() -> None:
-    instance = next(i.problem for i in map(random_instance, range(99)) if [len(t) for t in i.problem.table] == [2])
+    instance = next(i.problem for i in map(random_instance, range(9999)) if [len(t) for t in i.problem.table] == [2])
     costs = [evaluate(instance, (i,))[0] for i in (0, 1)]
     good, bad = sorted(range(2), key=costs.__getitem__)
     worse = costs[bad] / costs[good] - 1
