@@ -47,6 +47,7 @@ class PlannerConfig:
     env_latency: float = opt(0.0, "expected seconds of a call of an environment, as actor_gen/env_step_s of a run",
                              NON_NEGATIVE)  # fmt: skip
     env_turns: float | None = opt(None, "expected replies per episode (default: env.max_turns)", POSITIVE)
+    dollars_per_gpu_hour: float = opt(0.0, "price of a GPU in dollars per hour, for the cost of a step", NON_NEGATIVE)
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

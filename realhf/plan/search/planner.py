@@ -121,7 +121,7 @@ class Planner:
                 if option != choice[i]:
                     seconds, peak = plans.evaluate((*choice[:i], option, *choice[i + 1 :]))
                     if peak <= self.calls.capacity:
-                        others.append(Alternative(candidate.placement.layout, seconds))
+                        others.append(Alternative(candidate.placement, seconds))
             best[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
         return plans.evaluate(choice)[0], best
 

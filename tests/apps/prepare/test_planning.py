@@ -223,12 +223,12 @@ def test_allocation_modes_of_the_planner() -> None:
     for mode, rule in (("heuristic", "symmetric"), *((rule, rule) for rule in HEURISTICS)):
         config.allocation_mode = mode
         assert (
-            plan_for_mode(planner, config)
+            plan_for_mode(planner, config)[0]
             == planner.by_heuristic(rule)
             == replan(planner, mode, planner.by_heuristic("split"))
         )
     config.allocation_mode = "search"
-    assert plan_for_mode(planner, config) == planner.search(config.seed).plan
+    assert plan_for_mode(planner, config)[0] == planner.search(config.seed).plan
     assert planner.fits(replan(planner, "search", planner.by_heuristic("split")))
 
 
