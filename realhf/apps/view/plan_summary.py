@@ -15,8 +15,8 @@ def step_table(report: PlanReport) -> Listing:
     low, high = ("", "") if report.machine.is_measured else ("at least ", "at most ")
     rows = [
         (f"{low}" if low else "predicted", f"{prediction.seconds:.4g} s"),
-        ("throughput", f"{high}{found.tokens_per_s:,.4g} {found.word} tokens/s, "
-                       f"{found.tokens_per_s_per_worker:,.4g} per {_device(report)}"),
+        ("throughput", f"{high}{rate_text(found.tokens_per_s)} {found.word} tokens/s, "
+                       f"{rate_text(found.tokens_per_s_per_worker)} per {_device(report)}"),
         ("MFU", f"{high}{100 * found.mfu:.3g}%" if found.mfu else "unknown: the hardware has no peak_flops"),
         ("cost", low + cost_text(found, _device(report))),
         ("assumed", assumptions(report.planner.calls.cost.workload, report.planner.calls.batch_size)),
@@ -31,11 +31,15 @@ def _device(report: PlanReport) -> str:
     return "worker" if report.device == "cpu" else "GPU"
 
 
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
 def cost_text(found: Economy, device: str) -> str:
     hours = f"{found.worker_hours:.3g} {device}-hours per step, {1000 * found.worker_hours:,.4g} per 1,000 steps"
     if not found.dollars_per_hour:
         return f"{hours} (planner.dollars_per_gpu_hour gives dollars)"
-    dollars = f"${found.dollars:,.4g} per step, ${1000 * found.dollars:,.6g} per 1,000 steps"
+    dollars = f"${found.dollars:.3g} per step, ${1000 * found.dollars:,.2f} per 1,000 steps"
     return f"{dollars} ({1000 * found.worker_hours:,.4g} {device}-hours at ${found.dollars_per_hour:g})"
 
 
