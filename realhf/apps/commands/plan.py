@@ -49,10 +49,8 @@ USAGE = """usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]
   --out FILE.svg|FILE.html|FILE.json   write the timeline as an image, a page with all tables, or the plan as data
   --save FILE.json                     write the plan; allocation_mode=FILE.json runs it
   --compare MODE,MODE,...              compare predictions of several allocation modes: heuristic,search,d4t2p1
-  --sweep OPTION=8,16,32               compare sizes: n_gpus=8..128 doubles, n_nodes=2..8..2 counts in steps of 2;
-                                       n_gpus, or any option that is a whole number
-  --goal step|cost|memory              search the fastest step, the fewest GPU-hours (on this or a smaller cluster), or
-                                       the smallest peak memory
+  --sweep n_gpus=8,16,64               compare values of n_gpus or of an integer option; 8..64 doubles, 2..8..2 adds 2
+  --goal step|cost|memory              search the fastest step, the fewest GPU-hours, or the smallest peak memory
   --why                                show the next best layout of each call, and what decides against it
 
 No weights, data or devices are needed: a model's config.json is enough, and dataset.path may be omitted.
