@@ -1,20 +1,25 @@
 """CUDA devices of a host, counted without CUDA; the device and the environment of a worker."""
 
+import contextlib
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from realhf.api.config import ExperimentConfig, Mode
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
+from realhf.plan.cost.gpu_kinds import GPU
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 DEVICE_FILES = Path("/dev")
 CONTROL_FILE = "nvidiactl"
 NVIDIA_FILE = re.compile(r"nvidia\d+")
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 20.0
 
 
 def visible_devices(environment: Mapping[str, str], files: Path | None = None) -> tuple[str, ...]:
@@ -40,6 +45,24 @@ def visible_devices(environment: Mapping[str, str], files: Path | None = None) -
 def has_gpu() -> bool:
     """Return True if CUDA shows a device to this process."""
     return bool(visible_devices(os.environ))
+
+
+def parse_gpu(line: str) -> GPU | None:
+    """Return the GPU in a line of ``nvidia-smi``, such as ``NVIDIA H100 80GB HBM3, 81559`` (MiB); None for others."""
+    name, _, size = line.strip().rpartition(", ")
+    return GPU(name, int(size) * 2.0**20) if name and size.isdigit() and int(size) else None
+
+
+def first_gpu() -> GPU | None:
+    """Return the first GPU that CUDA shows to this process; None if there is none, or the driver does not tell."""
+    devices = visible_devices(os.environ)
+    if not devices or devices[0].startswith("MIG-"):
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [*QUERY, f"--id={devices[0]}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+        return parse_gpu(done.stdout.partition("\n")[0])
+    return None
 
 
 def device_problems(config: ExperimentConfig) -> list[str]:

@@ -11,7 +11,16 @@ from realhf.api.config.launch import RayConfig
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.launch import cuda
-from realhf.launch.cuda import cuda_environment, device_problems, has_gpu, visible_devices, worker_device
+from realhf.launch.cuda import (
+    cuda_environment,
+    device_problems,
+    first_gpu,
+    has_gpu,
+    parse_gpu,
+    visible_devices,
+    worker_device,
+)
+from realhf.plan.cost.gpu_kinds import GPU
 
 Host = Callable[[int], None]
 
@@ -91,3 +100,47 @@ def test_the_environment_of_a_worker(host: Host, tmp_path: Path, monkeypatch: py
     assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + "3" == str(RunDir(tmp_path / "run").flight_record(3))
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert int(environment["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+
+
+def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put an ``nvidia-smi`` with this script on the path."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559\n", GPU("NVIDIA H100 80GB HBM3", 81559 * 2.0**20)),
+        ("Odd, name, 16384", GPU("Odd, name", 2.0**34)),
+        ("NVIDIA GB10, [N/A]", None),
+        ("NVIDIA H100, 0", None),
+        ("81559", None),
+        ("", None),
+    ],
+)
+def test_lines_of_the_driver(line: str, expected: GPU | None) -> None:
+    assert parse_gpu(line) == expected
+
+
+def test_the_first_visible_gpu_is_asked_for(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(tmp_path, monkeypatch, 'echo "$@" > asked; echo "NVIDIA H200, 143771"; echo "NVIDIA L4, 23034"')
+    monkeypatch.chdir(tmp_path)
+    assert first_gpu() is None  # there are no device files
+    host(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert first_gpu() == GPU("NVIDIA H200", 143771 * 2.0**20)
+    assert (tmp_path / "asked").read_text().endswith("--id=2\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-6d1a")
+    assert first_gpu() is None
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "true"])
+def test_a_driver_without_an_answer(script: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(1)
+    driver(tmp_path, monkeypatch, script)
+    assert first_gpu() is None
+    monkeypatch.setenv("PATH", "")
+    assert first_gpu() is None

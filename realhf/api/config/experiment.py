@@ -8,7 +8,7 @@ from realhf.api.config.choices import CpuAffinity, Device, Mode, RecoverMode
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import VllmConfig
-from realhf.api.config.option import COUNT, COUNT_OR_ALL, NATURAL, NON_NEGATIVE, SECONDS, SEED, Range, leaves, opt
+from realhf.api.config.option import COUNT, COUNT_OR_ALL, NATURAL, NON_NEGATIVE, PLAN, SECONDS, SEED, Range, leaves, opt
 from realhf.api.curriculum import CurriculumRules, source_names
 
 
@@ -48,7 +48,11 @@ class ExperimentConfig:
     device: Device = opt(Device.auto, "device type: cpu, cuda, or auto to detect it")
     n_nodes: int = opt(1, "number of machines; more than one requires mode=slurm or mode=ray", Range(1, 2**16))
     n_gpus_per_node: int = opt(1, "workers per machine; with device=cpu a worker is a process", Range(1, 1024))
-    allocation_mode: str = opt("heuristic", "execution plan: heuristic, search, manual, d2t1p1, or actor_gen:d2,*:d1")
+    allocation_mode: str = opt(
+        "heuristic",
+        "execution plan: heuristic, search, manual, d2t1p1, actor_gen:d2@2-3,*:d1, or a plan FILE.json",
+        PLAN,
+    )
     seed: int = opt(1, "random seed", SEED)
     threads_per_worker: int = opt(0, "number of CPU threads per worker, 0 for cores / workers", NATURAL)
     startup_timeout: float = opt(180.0, "timeout of worker startup in seconds", SECONDS)

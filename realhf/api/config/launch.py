@@ -69,6 +69,7 @@ class PlannerConfig:
     )
     reward_latency: float = opt(0.0, "expected seconds to judge a response with all of reward.fns (0: as profiled)",
                                 NON_NEGATIVE)  # fmt: skip
+    dollars_per_gpu_hour: float = opt(0.0, "price of a GPU in dollars per hour, for the cost of a step", NON_NEGATIVE)
     budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 

@@ -61,6 +61,7 @@ FILE: Callable[[str], bool] = os.path.isfile
 FOLDER: Callable[[str], bool] = os.path.isdir
 MODEL: Callable[[str], bool] = os.path.exists  # or ORG/NAME[@revision] on the hub
 PATH: Callable[[str], bool] = os.path.exists
+PLAN: Callable[[str], bool] = lambda text: text.endswith(".json") and os.path.isfile(text)  # or an allocation string
 DATA: Callable[[str], bool] = data_exists  # or ORG/NAME[@revision][:config[:split]] on the hub
 
 

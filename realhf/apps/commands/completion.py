@@ -37,7 +37,8 @@ FISH = r"""function __realhf_words
 end
 complete -c realhf -f -a '(__realhf_words)'"""
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-FLAGS = {"quickstart": ("--config", "--dry-run"), "plan": ("--config", "--out", "--compare", "--why"),
+FLAGS = {"quickstart": ("--config", "--dry-run"),
+         "plan": ("--config", "--out", "--save", "--compare", "--sweep", "--goal", "--why"),
          "report": ("--out",), "demo": ("--dir",)}  # fmt: skip
 
 

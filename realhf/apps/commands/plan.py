@@ -2,46 +2,67 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from realhf.api.codec import to_plain
+from realhf.api.codec import to_json, to_plain
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, MultiStageExperiment
-from realhf.api.graph import Kind
-from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import help_pattern, print_help, read_words
-from realhf.apps.prepare.cadence import checkpoint_plan
-from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
+from realhf.apps.prepare.plan_report import PlanReport
+from realhf.apps.prepare.preflight import Findings, plan_report
+from realhf.apps.prepare.sweep import (
+    Sweep,
+    SweepPoint,
+    cheapest,
+    cluster_words,
+    parse_sweep,
+    smaller_clusters,
+    swept,
+    with_goal,
+)
 from realhf.apps.view.console import open_console, write_out
+from realhf.apps.view.plan_summary import assumptions, step_table
+from realhf.apps.view.plan_tables import (
+    allocation_table,
+    comparison_table,
+    environment_tables,
+    group_by_memory,
+    instructions_table,
+    judge_tables,
+    memory_table,
+    saving_tables,
+    why_table,
+)
+from realhf.apps.view.sweep_view import sweep_svg, sweep_table
 from realhf.apps.view.tables import Listing, render_page
-from realhf.apps.view.timeline_svg import ranks_text, stack_svgs, timeline_svg
+from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes
-from realhf.plan.compile.program import compile_program
-from realhf.plan.cost.cost import VERIFIER
-from realhf.plan.cost.memory import Bytes
-from realhf.plan.search.planner import Planner
+from realhf.plan.compile.plan_text import SUFFIX
+from realhf.plan.search.goals import Goal
+from realhf.plan.search.throughput import Economy
 from realhf.plan.search.timeline import Prediction
 from realhf.system.metrics.telemetry import Telemetry
 
 USAGE = """usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]
   --out FILE.svg|FILE.html|FILE.json   write the timeline as an image, a page with all tables, or the plan as data
+  --save FILE.json                     write the plan; allocation_mode=FILE.json runs it
   --compare MODE,MODE,...              compare predictions of several allocation modes: heuristic,search,d4t2p1
-  --why                                show the cost of the next best layout of each call
+  --sweep n_gpus=8,16,64               compare values of n_gpus or of an integer option; 8..64 doubles, 2..8..2 adds 2
+  --goal step|cost|memory              search the fastest step, the fewest GPU-hours, or the smallest peak memory
+  --why                                show the next best layout of each call, and what decides against it
 
 No weights, data or devices are needed: a model's config.json is enough, and dataset.path may be omitted.
 EXPERIMENT is listed by realhf quickstart --help, or my_file.py:MyExperiment.
 
 exit code 0: the plan can run; 1: it cannot, because the graph is invalid or memory is too small (with --compare: in all
-modes); 2: an option or a file is invalid."""
-FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
+modes, with --sweep: for all values); 2: an option or a file is invalid."""
+VALUED = ("--out", "--save", "--compare", "--sweep", "--goal")
+FLAGS = (*VALUED, "--why", "--config", "--help", "-h")
 TEXT_WIDTH = 120
-WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Values of ``env.workers`` and ``reward.processes`` for which steps are predicted."""
-NEGLIGIBLE = 0.01  # gain of a step by more judge processes, below which they are enough
 Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
@@ -51,22 +72,75 @@ def main(arguments: list[str]) -> None:
     words, flags = _flags(arguments)
     if (pattern := help_pattern(arguments)) is not None:
         return print_help(words[0], pattern)
-    experiment, _ = read_words(words[0], words[1:])
-    result = planned(words[0], experiment, _modes(flags.get("--compare", "")), why="--why" in flags)
+    name, goal = words[0], Goal(flags.get("--goal", Goal.step.value))
+
+    def read(more: Sequence[str] = ()) -> Experiment:
+        experiment = read_words(name, [*words[1:], *more])[0]
+        return with_goal(experiment, goal) if "--goal" in flags else experiment
+
+    experiment = read()
+    if "--sweep" in flags:
+        return _sweep(name, read, parse_sweep(flags["--sweep"]), goal, flags)
+    if goal is Goal.cost and not isinstance(experiment, MultiStageExperiment):
+        sweep = smaller_clusters(experiment)
+        points = swept(name, read, sweep)
+        best = cheapest(points)
+        experiment = read(cluster_words(best.value, experiment))
+        result = replace(planned(name, experiment, why="--why" in flags, report=best.report), sizes=(sweep, points))
+    else:
+        result = planned(name, experiment, _modes(flags.get("--compare", "")), why="--why" in flags, goal=goal)
     _show(result)
     if "--out" in flags:
         result.save(flags["--out"])
     if not result.fits:
         raise InfeasibleError(result.report.too_large())
+    if "--save" in flags:
+        write_out(Path(flags["--save"]), to_json(result.report.plan))
+
+
+def _sweep(
+    name: str, read: Callable[[Sequence[str]], Experiment], sweep: Sweep, goal: Goal, flags: Mapping[str, str]
+) -> None:
+    points = swept(name, read, sweep, goal)
+    table, out = sweep_table(sweep, points), open_console()
+    report = points[0].report
+    out.print(f"{name}: {report.n_rows_text}, {_source(report)}\n", markup=False)
+    out.print(table.title, style="bold", markup=False)
+    out.print(f"{table.text(out.width)}\n", markup=False)
+    if "--out" in flags:
+        picture = sweep_svg(sweep, points, f"{name}, {report.device}, {report.experiment.allocation_mode}")
+        content = {
+            ".svg": picture,
+            ".html": render_page(f"realhf plan {name}", [picture], [table]),
+            ".json": json.dumps([{sweep.key: point.value, **_sweep_data(point)} for point in points], indent=1),
+        }
+        write_out(Path(flags["--out"]), content[Path(flags["--out"]).suffix])
+    if not any(point.report.fits for point in points):
+        raise InfeasibleError(points[-1].report.too_large())
+
+
+def _sweep_data(point: SweepPoint) -> dict[str, object]:
+    report = point.report
+    return {"n_workers": point.n_workers, "allocation_mode": report.allocation_text, "plan": to_plain(report.plan),
+            "fits": report.fits, "peak_bytes": report.prediction.peak, **_economy(report.economy)}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned run: predictions by allocation mode, of which the first is the run's, and the tables to show."""
+    """A planned run: predictions by allocation mode, of which the first is the run's, and the tables to show.
+
+    ``sizes`` are the compared sizes of the cluster, of which the report has the cheapest.
+    """
 
     report: PlanReport
     results: Predicted
     tables: list[Listing]
+    sizes: tuple[Sweep, Sequence[SweepPoint]] | None = None
+
+    @property
+    def allocation_mode(self) -> str:
+        """The allocation mode that makes this plan, with the same options otherwise."""
+        return self.report.allocation_text
 
     @property
     def seconds(self) -> float:
@@ -96,24 +170,30 @@ class Planned:
         return "\n\n".join(f"{table.title}\n{table.text(TEXT_WIDTH)}" for table in self.tables)
 
 
-def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: bool = False) -> Planned:
-    """Plan a run, or compare ``modes``; ``UserError`` for invalid options or multi-stage experiments."""
+def planned(
+    name: str,
+    experiment: Experiment,
+    modes: Sequence[str] = (),
+    why: bool = False,
+    goal: Goal = Goal.step,
+    report: PlanReport | None = None,
+) -> Planned:
+    """Plan a run (or take its ``report``), or compare ``modes``; ``UserError`` for invalid options or several runs."""
     if isinstance(experiment, MultiStageExperiment):
         raise UserError(f"{name} consists of several runs that are planned one by one; plan one of them,"
                         " for example gen or sft")  # fmt: skip
     if modes:
         experiment.allocation_mode = modes[0]
-    report = plan_report(name, experiment)
+    report = report or plan_report(name, experiment, goal)
     results = {experiment.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
     if modes:
-        tables = [_comparison(report, results)]
+        tables = [comparison_table(report, results)]
     else:
-        prediction, capacity = report.prediction, report.machine.hardware.usable
-        instructions = _instructions(report.planner, report.plan)
-        tables = [_allocation(report), *_savings(report), instructions, _memory(prediction, capacity),
-                  *_environments(report), *_judges(report), _step(report)]  # fmt: skip
+        tables = [allocation_table(report), *saving_tables(report), instructions_table(report.planner, report.plan),
+                  memory_table(report.prediction, report.machine.hardware.usable), *environment_tables(report),
+                  *judge_tables(report), step_table(report)]  # fmt: skip
     if why:
-        tables.append(_why(report.planner, report.plan))
+        tables.append(why_table(report))
     return Planned(report, results, tables)
 
 
@@ -123,7 +203,7 @@ def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         name, equals, value = word.partition("=")
         if word in ("--why", "--help", "-h"):
             flags["--help" if word == "-h" else word] = "yes"
-        elif name in ("--out", "--compare"):
+        elif name in VALUED:
             flags[name] = value if equals else next(rest, "")
             if not flags[name]:
                 raise UserError(f"{name} needs a value\n{USAGE}")
@@ -133,16 +213,28 @@ def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             words.append(word)
     if not words:
         raise UserError(f"missing EXPERIMENT\n{USAGE}")
-    if "--out" in flags and Path(flags["--out"]).suffix not in (".svg", ".html", ".json"):
-        raise UserError(f"--out {flags['--out']}: the suffix must be .svg, .html or .json")
+    _check_flags(flags)
     return words, flags
 
 
+def _check_flags(flags: Mapping[str, str]) -> None:
+    if "--out" in flags and Path(flags["--out"]).suffix not in (".svg", ".html", ".json"):
+        raise UserError(f"--out {flags['--out']}: the suffix must be .svg, .html or .json")
+    if "--save" in flags and Path(flags["--save"]).suffix != SUFFIX:
+        raise UserError(f"--save {flags['--save']}: the suffix must be {SUFFIX}")
+    goals = [goal.value for goal in Goal]
+    if (goal := flags.get("--goal", goals[0])) not in goals:
+        raise UserError(f"--goal {goal}: use {', '.join(goals)}{did_you_mean(goal, goals)}")
+    for one, others in {"--sweep": ("--compare", "--why", "--save"), "--compare": ("--goal", "--save")}.items():
+        if one in flags and (both := [other for other in others if other in flags]):
+            raise UserError(f"{one} and {both[0]} cannot be combined; use one of them")
+
+
 def _modes(text: str) -> list[str]:
-    """Split modes at commas, except within modes of single calls: ``heuristic,actor_gen:d2,*:d1`` are two."""
+    """Split modes at commas, except within modes of single calls: ``heuristic,actor_gen:d2@0,3,*:d1`` are two."""
     modes: list[str] = []
     for part in filter(None, text.split(",")):
-        if ":" in part and modes and ":" in modes[-1]:
+        if modes and ":" in modes[-1] and (":" in part or part[0].isdigit()):
             modes[-1] += f",{part}"
         else:
             modes.append(part)
@@ -156,182 +248,23 @@ def _others(report: PlanReport, modes: Sequence[str]) -> Predicted:
     return {mode: found for mode, found in results.items() if found}
 
 
-def _allocation(report: PlanReport) -> Listing:
-    rows = []
-    seconds = report.prediction.call_seconds
-    for mfc in report.planner.graph.topological:
-        placement = report.plan[mfc.name]
-        limits, (compute, moves) = placement.micro_batching, seconds[mfc.name]
-        batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_num_seqs} rows" if limits.max_num_seqs else "")
-        cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement), batching)
-        rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
-    return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", _seconds(report), "moves"),
-                   tuple(rows))  # fmt: skip
-
-
-def _savings(report: PlanReport) -> list[Listing]:
-    """Return what the planner has chosen for options that are ``auto``."""
-    chosen = {name: placement.saving for name, placement in report.plan.placements.items() if placement.saving}
-    rows = tuple((name, str(saving)) for name, saving in chosen.items())
-    return [Listing("memory saving (auto)", "ll", (), rows)] if rows else []
-
-
-def _instructions(planner: Planner, plan: ExecutionPlan) -> Listing:
-    rows = []
-    for name, steps in compile_program(planner.graph, plan).items():
-        mfc = planner.graph[name]
-        for i, step in enumerate(steps):
-            outputs = f", outputs {', '.join(mfc.outputs)}" if isinstance(step, Compute) and mfc.outputs else ""
-            rows.append((name if i == 0 else "", type(step).__name__, instruction_text(step) + outputs))
-    return Listing("instructions", "lll", (), tuple(rows))
-
-
-def instruction_text(step: Instruction) -> str:
-    match step:
-        case Transfer(keys, layout):
-            return f"{', '.join(keys)} to {layout}"
-        case Reallocate(role, src, target, dst, eta):
-            ema = f", EMA update of {target} with weight {eta:g}" if eta < 1 else ""
-            return f"{role} from {src} to {dst}{ema}"
-        case Compute(_, role, layout):
-            return f"{role or 'no model'} on {layout}"
-        case Load(role, layout) | Offload(role, layout) | Release(role, layout):
-            return f"{role} on {layout}"
-
-
-def _environments(report: PlanReport) -> list[Listing]:
-    """Return the predicted rollout for several values of ``env.workers``, up to the first that makes no difference."""
-    calls, rows, before = report.planner.calls, list[tuple[str, str]](), float("inf")
-    if (load := calls.cost.environment) is None:
-        return []
-    mfc = next(mfc for mfc in report.planner.graph.mfcs if mfc.kind is Kind.GENERATE)
-    placement = report.plan[mfc.name]
-    rollouts = calls.rows(mfc, placement.layout.strategy.dp)
-    for workers in (*WORKER_COUNTS, load.workers):
-        cost = replace(calls.cost, environment=replace(load, workers=workers))
-        seconds = cost.compute(mfc, placement, rollouts).seconds
-        if workers == load.workers or seconds < 0.99 * before:
-            rows.append((f"{workers}", f"{seconds:.3g}"))
-        before = min(before, seconds)
-    rows = sorted(set(rows), key=lambda row: int(row[0]))
-    return [Listing("environments", "rr", ("env.workers", f"{mfc.name}, {_seconds(report)}"), tuple(rows))]
-
-
-def _judges(report: PlanReport) -> list[Listing]:
-    """Return the predicted step for several values of ``reward.processes``, up to the first that is enough.
-
-    Further processes would make a step less than 1 % faster: the rewards are not on its critical path, or one response
-    takes as long.
-    """
-    planner, cost = report.planner, report.planner.calls.cost
-    verifier = next((mfc.name for mfc in planner.graph.topological if mfc.interface.name == VERIFIER), "")
-    if (load := cost.rewards) is None:
-        return []
-
-    def predicted(processes: int) -> Prediction:
-        changed = replace(cost, rewards=replace(load, processes=processes))
-        return replace(planner, calls=replace(planner.calls, cost=changed)).predict(report.plan)
-
-    rows, least, enough = [], predicted(max(1 << 20, load.processes)).seconds, 0
-    for processes in sorted({*WORKER_COUNTS, load.processes}):
-        found = report.prediction if processes == load.processes else predicted(processes)
-        if not enough or processes == load.processes:
-            share = f"{100 * found.critical_shares.get(verifier, 0.0):.0f}%"
-            seconds = f"{found.call_seconds[verifier][0]:.3g}", f"{found.seconds:.4g}"
-            rows.append((f"{processes}", *seconds, share))
-        if not enough and found.seconds <= (1 + NEGLIGIBLE) * least:
-            enough = processes
-    title = f"judges ({enough} processes are enough)" if enough else "judges (more processes are needed)"
-    head = "reward.processes", f"{verifier}, {_seconds(report)}", "step", "of the critical path"
-    return [Listing(title, "rrrr", head, tuple(rows))]
-
-
-def _memory(prediction: Prediction, capacity: float) -> Listing:
-    rows = []
-    for needed, ranks in _group_by_memory(prediction).items():
-        parts = sorted(((size, name) for name, size in asdict(needed).items() if size), reverse=True)
-        breakdown = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for size, name in parts)
-        rows.append((ranks_text(ranks), size_text(needed.total), size_text(capacity), breakdown))
-    return Listing("memory", "lrrl", ("worker", "needed", "usable", "breakdown"), tuple(rows))
-
-
-def _group_by_memory(prediction: Prediction) -> dict[Bytes, list[int]]:
-    groups: dict[Bytes, list[int]] = {}
-    for rank, needed in prediction.memory.items():
-        groups.setdefault(needed, []).append(rank)
-    return groups
-
-
-def size_text(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def _seconds(report: PlanReport) -> str:
-    """Return the name of predicted seconds: without a profile they are limits of the hardware, not predictions."""
-    return "seconds" if report.machine.is_measured else "seconds, at least"
-
-
-def _step(report: PlanReport) -> Listing:
-    prediction = report.prediction
-    shares = prediction.critical_shares.items()
-    path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
-    busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
-    word = "predicted" if report.machine.is_measured else "at least"
-    step = (word, f"{prediction.seconds:.4g} s")
-    checkpoints = [("checkpoints", str(plan))] if (plan := checkpoint_plan(report)) else []
-    return Listing("step", "ll", (), (step, ("workers busy", busy), ("critical path", path), *checkpoints))
-
-
-def _comparison(report: PlanReport, results: Predicted) -> Listing:
-    capacity = report.machine.hardware.usable
-    best = min(p.seconds for _, p in results.values())
-    rows = []
-    for mode, (plan, p) in results.items():
-        fits = "" if p.peak <= capacity else ", too large"
-        busy = f"{100 * (1 - p.timeline.idle):.0f}%"
-        cells = (mode, f"{p.seconds:.4g} s", f"{p.seconds / best:.2f}", busy, size_text(p.peak) + fits)
-        rows.append((*cells, layouts_text(plan)))
-    head = (
-        "allocation_mode",
-        "step" if report.machine.is_measured else "step, at least",
-        "relative",
-        "busy",
-        "peak memory",
-        "layouts",
-    )
-    return Listing(f"comparison (usable memory per worker: {size_text(capacity)})", "lrrrrl", head, tuple(rows))
-
-
-def layouts_text(plan: ExecutionPlan) -> str:
-    """Return the layouts of a plan with their calls, or the only layout."""
-    calls: dict[str, list[str]] = {}
-    for name, placement in plan.placements.items():
-        calls.setdefault(str(placement), []).append(name)
-    if len(calls) == 1:
-        return next(iter(calls))
-    return "; ".join(f"{layout}: {', '.join(names)}" for layout, names in calls.items())
-
-
-def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
-    now, others = planner.alternatives(plan)
-    rows = []
-    for name, best in others.items():
-        cells = (str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%") if best else ("none that fits", "-")
-        rows.append((name, str(plan[name].layout), *cells))
-    return Listing("why", "lllr", ("call", "layout", "next best with the others fixed", "step time"), tuple(rows))
+def _source(report: PlanReport) -> str:
+    return f"{'predicted from' if report.machine.is_measured else 'bounded by'} {report.machine.source}"
 
 
 def _show(result: Planned) -> None:
     report = result.report
-    out, word = open_console(), "predicted from" if report.machine.is_measured else "bounded by"
-    out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, {word} "
-              f"{report.machine.source}\n", markup=False)  # fmt: skip
-    for listing in result.tables:
+    out, tables = open_console(), [*([sweep_table(*result.sizes)] if result.sizes else []), *result.tables]
+    out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, {_source(report)}\n",
+              markup=False)  # fmt: skip
+    for listing in tables:
         out.print(listing.title, style="bold", markup=False)
         out.print(f"{listing.text(out.width)}\n", markup=False)
+    if len(result.results) == 1:  # not a comparison
+        size = report.planner.cluster.node_size
+        cluster = f"n_nodes={report.plan.n_workers // size} n_gpus_per_node={size} "
+        out.print(f"to run this plan: {cluster}allocation_mode='{result.allocation_mode}'\n", markup=False,
+                  soft_wrap=True)  # fmt: skip
     for note in graph_notes(report.graph, report.experiment.roles(), Telemetry.logged_keys):
         out.print(f"note: {note}", markup=False)
     for warning in report.experiment.warnings():
@@ -353,16 +286,21 @@ def _write(path: Path, report: PlanReport, results: Predicted, tables: list[List
     write_out(path, content)
 
 
+def _economy(found: Economy) -> dict[str, float]:
+    return {"step_s": found.seconds, "tokens_per_s": found.tokens_per_s, "mfu": found.mfu,
+            "worker_hours": found.worker_hours, "dollars": found.dollars}  # fmt: skip
+
+
 def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
     modes = {
         mode: {
-            "step_s": p.seconds,
             "busy": 1 - p.timeline.idle,
             "peak_bytes": p.peak,
             "fits": p.peak <= report.machine.hardware.usable,
             "calls": {name: {"compute_s": c, "moves_s": m} for name, (c, m) in p.call_seconds.items()},
-            "memory": [{"workers": ranks, **asdict(needed)} for needed, ranks in _group_by_memory(p).items()],
+            "memory": [{"workers": ranks, **asdict(needed)} for needed, ranks in group_by_memory(p).items()],
             "plan": to_plain(plan),
+            **_economy(report.economy_of(p.seconds)),
         }
         for mode, (plan, p) in results.items()
     }
@@ -370,5 +308,8 @@ def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
         "experiment": report.name,
         "machine": report.machine.source,
         "is_measured": report.machine.is_measured,
+        "assumed": assumptions(report.planner.calls.cost.workload, report.planner.calls.batch_size),
+        "search": str(report.search or ""),
+        "allocation_mode": report.allocation_text,
         "modes": modes,
     }

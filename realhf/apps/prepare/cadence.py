@@ -9,7 +9,7 @@ from realhf.plan.cost.checkpoint import checkpoint_size, checkpoint_times, resto
 from realhf.plan.goodput import CheckpointPlan, CheckpointTimes, FailureRate, choose_checkpoints
 
 if TYPE_CHECKING:
-    from realhf.apps.prepare.preflight import PlanReport
+    from realhf.apps.prepare.plan_report import PlanReport
 
 AUTO = "auto"
 HOUR_S = 3600.0

@@ -1,6 +1,7 @@
 """The planner of an experiment, with its cost model, its expected workload and its machine."""
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,12 @@ from realhf.base.host_memory import host_bytes
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.environments.loading import is_async_class
+from realhf.launch import launches_elsewhere
+from realhf.launch.cuda import first_gpu
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.cost import VERIFIER, CostModel
+from realhf.plan.cost.gpu_kinds import NEAREST, GPUMatch, match_gpu
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
@@ -32,7 +36,9 @@ from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.lengths import FixedLengths, LengthDistribution, describe_lengths, representative_lengths
 from realhf.plan.search.candidates import Candidates
+from realhf.plan.search.goals import Goal, least_memory
 from realhf.plan.search.planner import Planner
+from realhf.plan.search.search import StopReason
 from realhf.rewards.registry import fns_of, is_remote
 
 MAX_ROWS = 4096  # of the dataset in the workload of a prediction
@@ -49,13 +55,39 @@ class MachineModel:
     is_measured: bool = False
 
 
-def plan_for_mode(planner: Planner, config: ExperimentConfig, given: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan of the allocation mode; ``given`` has the layouts of one that the planner does not handle."""
+@dataclass(frozen=True)
+class SearchOutcome:
+    """How a search ended, after ``n_evaluated`` evaluations, of which number ``improved_at`` found the result."""
+
+    stop: StopReason
+    n_evaluated: int
+    improved_at: int
+    seconds: float
+
+    def __str__(self) -> str:
+        stop = {StopReason.AGREED: "converged", StopReason.BUDGET: "evaluations exhausted",
+                StopReason.CLOCK: "stopped by the clock (planner.budget_s)"}[self.stop]  # fmt: skip
+        return (f"{stop} after {self.n_evaluated:,} evaluations, {self.seconds:.3g} s; "
+                f"the last improvement was evaluation {self.improved_at:,}")  # fmt: skip
+
+
+def plan_for_mode(
+    planner: Planner, config: ExperimentConfig, given: ExecutionPlan, goal: Goal = Goal.step
+) -> tuple[ExecutionPlan, SearchOutcome | None]:
+    """Return the plan of the allocation mode, and how its search ended.
+
+    ``given`` has the layouts of a mode that the planner does not handle.
+    """
     if config.allocation_mode not in PLANNED:
-        return planner.with_savings(given)
-    if config.allocation_mode == "search":
-        return planner.search(config.seed, config.planner.budget_s).plan
-    return planner.by_heuristic(PLANNED[config.allocation_mode])
+        return planner.with_savings(given), None
+    if config.allocation_mode != "search":
+        return planner.by_heuristic(PLANNED[config.allocation_mode]), None
+    start = time.monotonic()
+    search = least_memory if goal is Goal.memory else Planner.search
+    found = search(planner, config.seed, config.planner.budget_s)
+    result = found.result
+    improved_at = result.history[-1][0] if result.history else 0
+    return found.plan, SearchOutcome(result.stop, result.n_evaluated, improved_at, time.monotonic() - start)
 
 
 def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
@@ -93,9 +125,14 @@ def machine_of(
 
 
 def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
+    """Return the limits of ``planner.hardware``, or else of this machine's GPU, with the memory of that GPU."""
     options = config.planner
-    name = options.hardware or ("cpu" if device == "cpu" else "h100")
+    gpu = first_gpu() if device != "cpu" and not options.hardware and not launches_elsewhere(config) else None
+    found = match_gpu(gpu) if gpu else GPUMatch(NEAREST)
+    name = options.hardware or ("cpu" if device == "cpu" else found.machine)
     hardware = read_hardware(name, config.n_gpus_per_node)
+    if gpu:
+        hardware = replace(hardware, memory=gpu.memory)
     if name == "cpu":
         memory = host_bytes() / config.n_gpus_per_node
         cores = max(1, (os.cpu_count() or 1) // (config.threads_per_worker or 1))
@@ -105,7 +142,8 @@ def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
     if hardware.usable <= hardware.reserved:
         raise UserError(f"a worker has {hardware.memory / 1e9:.3g} GB and needs {hardware.reserved / 1e9:.3g} GB "
                         "without any model: reduce the number of workers, or set planner.memory_gb")  # fmt: skip
-    return MachineModel(hardware, Roofline(hardware), AnalyticMemory(device), f"the limits of {name}")
+    source = f"the limits of {name}{f' ({found.note})' if found.note else ''}"
+    return MachineModel(hardware, Roofline(hardware), AnalyticMemory(device), source)
 
 
 def workload_of(

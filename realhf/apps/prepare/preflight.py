@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from realhf.api.config import Device, ExperimentConfig, MFCConfig
+from realhf.api.config import Device, ExperimentConfig
 from realhf.api.config.option import leaves, range_problems
 from realhf.api.config.preference import KTO_KL_KEYS
-from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
@@ -23,8 +22,8 @@ from realhf.apps.prepare.cadence import cadence_problems, checkpoint_plan
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.lengths import lengths_of
-from realhf.apps.prepare.option_help import options_of
-from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
+from realhf.apps.prepare.plan_report import PlanReport
+from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of
 from realhf.apps.prepare.publish import push_problems
 from realhf.arch.peft_config import ADAPTER_CONFIG, check_adapter
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked
@@ -35,14 +34,12 @@ from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
-from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
+from realhf.plan.compile.allocate import allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
 from realhf.plan.fingerprint import ACCEPTABLE
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
-from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import out_of_memory_message
-from realhf.plan.search.timeline import Prediction
+from realhf.plan.search.goals import Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,44 +85,6 @@ class Findings:
             raise (UserError if self.invalid else InfeasibleError)(self.invalid + self.infeasible)
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """The plan of an experiment and its prediction. The numbers of rows are 0 without a dataset."""
-
-    name: str
-    experiment: Experiment
-    graph: Graph
-    plan: ExecutionPlan
-    planner: Planner
-    machine: MachineModel
-    prediction: Prediction
-    device: str
-    n_rows: int
-    n_held_out: int
-    source_rows: tuple[int, ...]
-
-    @property
-    def n_rows_text(self) -> str:
-        return f"{self.n_rows} rows" if self.n_rows else "maximum-length sequences"
-
-    def under(self, mode: str) -> tuple[ExecutionPlan, Prediction]:
-        """Return plan and prediction of another allocation mode; the meshes of ``manual`` apply only to that mode."""
-        options = self.experiment.placements()
-        if mode != "manual":
-            options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
-        config = replace(self.experiment, allocation_mode=mode)
-        plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
-        plan = plan_for_mode(self.planner, config, plan)
-        return plan, self.planner.predict(plan)
-
-    def too_large(self) -> str:
-        """Return why the plan does not fit, with a suggested fix."""
-        mode = self.experiment.allocation_mode
-        option = next((o.key for o in options_of(type(self.experiment)) if o.key.endswith("max_num_seqs")), "no slots")
-        return out_of_memory_message(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
-                         "" if mode in PLANNED else option)  # fmt: skip
-
-
 def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool = False) -> RunSpec:
     """Return the run of an experiment; ``UserError`` lists all problems."""
     findings = Findings()
@@ -146,12 +105,14 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
                    report.n_rows, expected, report.n_held_out, source_rows=report.source_rows)  # fmt: skip
 
 
-def plan_report(name: str, experiment: Experiment) -> PlanReport:
+def plan_report(name: str, experiment: Experiment, goal: Goal = Goal.step) -> PlanReport:
     """Return the plan without a launch: weights, devices and data are not required."""
-    return _check(name, experiment, Findings(), launching=False)
+    return _check(name, experiment, Findings(), launching=False, goal=goal)
 
 
-def _check(name: str, experiment: Experiment, findings: Findings, launching: bool) -> PlanReport:
+def _check(
+    name: str, experiment: Experiment, findings: Findings, launching: bool, goal: Goal = Goal.step
+) -> PlanReport:
     if problems := range_problems(leaves(experiment)):
         raise UserError(problems)
     experiment = with_snapshots(experiment, weights=launching)
@@ -189,11 +150,11 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
 
     def report(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device, lengths)
-        final = plan_for_mode(planner, experiment, plan)
+        final, outcome = plan_for_mode(planner, experiment, plan, goal)
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)
         return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out,
-                          source_rows)  # fmt: skip
+                          source_rows, outcome)  # fmt: skip
 
     try:
         return report(machine)

@@ -36,6 +36,13 @@ class Listing:
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
 
 
+def size_text(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing]) -> str:
     """Return one self-contained page from the template ``plan.html.j2``. ``timelines`` are SVG images."""
     from jinja2 import Environment, PackageLoader

@@ -1,8 +1,8 @@
-"""Compiles options into an execution plan: allocation strings and manual meshes."""
+"""Compiles options into an execution plan: allocation strings, plan files and manual meshes."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
 from realhf.api.config.choices import Backend
@@ -13,16 +13,16 @@ from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
 from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
 
 PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "search": ""}
 """Allocation modes that the planner handles, and the heuristic of each."""
-MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, or actor_gen:d2,*:d1"
+MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, actor_gen:d2,*:d1, or FILE.json"
 SERVERS = ("vllm", "sglang")
 TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default tokens per micro-batch by device: what fits in CPU caches; GPUs need larger matrix products."""
 AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}
 Models = Mapping[str, ModelConfig]
-Entries = tuple[dict[str, ParallelStrategy], list[str]]  # strategies by MFC name or ``*``, and errors
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class _Assignment:
     mesh: DeviceMesh
     error: str = ""
     backend: Backend = Backend.native
+    limits: Mapping[str, int] = field(default_factory=dict)  # given fields of the micro-batching
 
     def problem(self, models: Collection[ModelConfig]) -> str:
         """Return why a call of these models cannot run with this layout, or an empty string."""
@@ -42,7 +43,7 @@ class _Assignment:
         return self.error or (f"{self.strategy}: {', and '.join(problems)}" if problems else "")
 
 
-Requests = tuple[dict[str, _Assignment], list[str]]  # requests by MFC name, and errors
+Requests = tuple[dict[str, _Assignment], list[str]]  # requests by MFC name (or ``*``), and errors
 
 
 def micro_batching(option: MFCConfig, device: str) -> MicroBatching:
@@ -61,7 +62,7 @@ def allocate(
     """
     mode, n_workers = config.allocation_mode, config.n_nodes * config.n_gpus_per_node
     is_manual = mode == "manual"
-    requests, problems = _manual(options, config) if is_manual else _from_text(mode, graph, n_workers, models)
+    requests, problems = _manual(options, config) if is_manual else _from_text(config, graph, models)
     placements = {}
     for mfc in graph.mfcs:
         option = options[mfc.name]
@@ -76,7 +77,8 @@ def allocate(
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
         else:
-            layout, batching = Layout(request.mesh, request.strategy), micro_batching(option, device)
+            layout = Layout(request.mesh, request.strategy)
+            batching = replace(micro_batching(option, device), **request.limits)
             placements[mfc.name] = Placement(layout, batching, request.backend)
     if problems:
         raise UserError(problems)
@@ -106,25 +108,43 @@ def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCCo
     return replace(plan, placements=placements)
 
 
-def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Requests:
+def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Requests:
     """Parse an allocation string; for planner modes, return data parallelism over all workers as a placeholder."""
+    mode, n_workers = config.allocation_mode, config.n_nodes * config.n_gpus_per_node
     names = [mfc.name for mfc in graph.mfcs]
-    given: dict[str, ParallelStrategy] = {}
+    given, problems = dict[str, _Assignment](), list[str]()
     if mode in PLANNED:
-        given, problems = {"*": ParallelStrategy(dp=n_workers)}, []
-    elif any(server in mode for server in SERVERS):
-        return _with_server(mode, graph, n_workers, models)
+        given = {"*": _Assignment(ParallelStrategy(dp=n_workers), contiguous_mesh(n_workers))}
+    elif mode.endswith(SUFFIX):
+        given, problems = _from_file(mode, graph, n_workers)
+    elif any(server in mode for server in SERVERS) and ("+" in mode or ":" not in mode):
+        return _with_server(mode, graph, config, models)
     elif not any(letter.isdigit() for letter in mode):
         problems = [f"unknown mode; use {MODES}{did_you_mean(mode, (*PLANNED, 'manual'))}"]
     elif ":" in mode:
-        given, problems = _per_mfc(mode, names, n_workers, models.values())
+        given, problems = _per_mfc(mode, names, config, models.values())
     else:
         given, problems = _everywhere(mode, n_workers, models.values())
-    requests = {}
-    for name in names:
-        if strategy := given.get(name) or given.get("*"):
-            requests[name] = _Assignment(strategy, contiguous_mesh(min(strategy.world, n_workers)))
+    requests = {name: given.get(name) or given["*"] for name in names if name in given or "*" in given}
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
+
+
+def _from_file(path: str, graph: Graph, n_workers: int) -> Requests:
+    """Read a plan file. The placements of evaluation calls follow from those of the others, and are ignored."""
+    plan, names = read_plan(path), [mfc.name for mfc in graph.mfcs]
+    known = {*names, *(mfc.name for mfc in graph.evaluation)}
+    problems = [f"unknown call '{name}'; this experiment has {', '.join(names)}{did_you_mean(name, names)}"
+                for name in plan.placements if name not in known]  # fmt: skip
+    problems += [f"the plan has no placement of {name}" for name in names if name not in plan.placements]
+    if plan.n_workers != n_workers:
+        problems.append(f"the plan is for {plan.n_workers} workers, n_nodes * n_gpus_per_node is {n_workers}")
+    requests = {}
+    for name in names if not problems else []:
+        placement = plan[name]
+        mesh, limits = placement.layout.mesh, vars(placement.micro_batching)
+        error = f"worker {max(mesh.ranks)} does not exist" if max(mesh.ranks) >= n_workers else ""
+        requests[name] = _Assignment(placement.layout.strategy, mesh, error, placement.backend, limits)
+    return requests, problems
 
 
 def _parse(text: str) -> tuple[ParallelStrategy, str]:
@@ -136,38 +156,49 @@ def _parse(text: str) -> tuple[ParallelStrategy, str]:
         return ParallelStrategy(**{AXES[letter]: int(number) for letter, number in degrees}), str(error)
 
 
-def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Entries:
+def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Requests:
     """Parse ``d2t1p1``: every call uses all workers."""
     strategy, problem = _parse(text)
     if not problem and strategy.world != n_workers:
         problem = f"its size is {strategy.world}, n_nodes * n_gpus_per_node is {n_workers}"
     if problem:
         return {}, [f"{problem}; nearest legal: {nearest_strategy(strategy, n_workers, models)}"]
-    return {"*": strategy}, []
+    return {"*": _Assignment(strategy, contiguous_mesh(n_workers))}, []
 
 
-def _per_mfc(text: str, names: Sequence[str], n_workers: int, models: Collection[ModelConfig]) -> Entries:
-    """Parse ``actor_gen:d2,*:d1``: each call uses the first workers."""
-    entries = [tuple(part.strip() for part in entry.partition(":")[::2]) for entry in text.split(",")]
-    strategies, problems = {}, []
-    for number, (name, text) in enumerate(entries):
+def _per_mfc(text: str, names: Sequence[str], config: ExperimentConfig, models: Collection[ModelConfig]) -> Requests:
+    """Parse ``actor_gen:d2@2-3,*:d1``: without a mesh, a call uses the first workers."""
+    entries, requests, problems = split_calls(text), dict[str, _Assignment](), list[str]()
+    n_workers = config.n_nodes * config.n_gpus_per_node
+    for number, (name, placement) in enumerate(entries):
         if name != "*" and name not in names:
             problems.append(f"unknown call '{name}'; this experiment has {', '.join(names)}{did_you_mean(name, names)}")
         elif name in (before for before, _ in entries[:number]):
             problems.append(f"call '{name}' is given twice")
         else:
-            strategies[name], problem = _parse(text)
+            call = read_call(placement)
+            strategy, problem = _parse(call.strategy)
             if problem:
-                near = nearest_strategy(strategies.pop(name), n_workers, models)
-                problems.append(f"{name}: {problem}; nearest legal: {near}")
+                problems.append(f"{name}: {problem}; nearest legal: {nearest_strategy(strategy, n_workers, models)}")
+                continue
+            mesh, error = contiguous_mesh(min(strategy.world, n_workers)), call.error
+            try:
+                mesh = DeviceMesh.parse(call.mesh, config.n_nodes, config.n_gpus_per_node) if call.mesh else mesh
+            except ValueError as invalid:
+                error = error or str(invalid)
+            if error:
+                problems.append(f"{name}: {error}")
+            else:
+                requests[name] = _Assignment(strategy, mesh, backend=call.backend, limits=call.limits)
     given = {name for name, _ in entries}
     if missing := [name for name in names if not given & {name, "*"}]:
         problems.append(f"no strategy for {', '.join(missing)}; add '*:d{n_workers}' for the rest")
-    return strategies, problems
+    return requests, problems
 
 
-def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Requests:
+def _with_server(mode: str, graph: Graph, config: ExperimentConfig, models: Models) -> Requests:
     """Parse ``vllm.d4t1p1+d2t2p1`` (in any order): generation on separate workers."""
+    n_workers = config.n_nodes * config.n_gpus_per_node
     halves = sorted((half.strip() for half in mode.split("+")), key=lambda half: half.partition(".")[0] not in SERVERS)
     backend, _, text = halves[0].partition(".")
     generating = [mfc for mfc in graph.mfcs if mfc.kind is Kind.GENERATE]
@@ -177,14 +208,17 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
         return {}, [f"{where} {problem}; use {MODES}"]
     names = [mfc.name for mfc in graph.mfcs if mfc not in generating]
     server, error = _parse(text)
-    problems, entries = [error] if error else [], dict[str, ParallelStrategy]()
+    problems, entries = [error] if error else [], dict[str, _Assignment]()
     if is_list := ":" in halves[1]:
-        entries, more = _per_mfc(halves[1], names, n_workers, models.values())
+        entries, more = _per_mfc(halves[1], names, config, models.values())
         problems += more
+        if "@" in halves[1]:
+            problems.append("workers after @ cannot be combined with +; write vllm.d4t1p1@0-3 as the layout of a call")
     else:
-        entries["*"], error = _parse(halves[1])
+        strategy, error = _parse(halves[1])
+        entries["*"] = _Assignment(strategy, contiguous_mesh(strategy.world))
         problems += [error] if error else []
-    rest = max(entries.values(), key=lambda strategy: strategy.world, default=ParallelStrategy())
+    rest = max((entry.strategy for entry in entries.values()), key=lambda s: s.world, default=ParallelStrategy())
     if server.pp > 1:
         problems.append(f"an inference server has no pipeline stages, {server} has {server.pp}")
     size = server.world + rest.world
@@ -201,8 +235,8 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
     requests = {generating[0].name: _Assignment(server, contiguous_mesh(server.world), backend=Backend(backend))}
     for name in names:
-        strategy = entries.get(name) or entries["*"]
-        requests[name] = _Assignment(strategy, contiguous_mesh(strategy.world, server.world))
+        entry = entries.get(name) or entries["*"]
+        requests[name] = replace(entry, mesh=contiguous_mesh(entry.strategy.world, server.world))
     return requests, []
 
 

@@ -159,7 +159,7 @@ class Planner:
                         others.append((seconds, option, candidate.placement))
             fastest = [placement for _, _, placement in sorted(others, key=itemgetter(0))[:N_ALTERNATIVES]]
             changed = [replace(plan, placements={**plan.placements, mfc.name: placement}) for placement in fastest]
-            found = [Alternative(p.layout, self.predict(new).seconds) for p, new in zip(fastest, changed, strict=True)]
+            found = [Alternative(p, self.predict(new).seconds) for p, new in zip(fastest, changed, strict=True)]
             best[mfc.name] = min(found, key=lambda a: a.seconds, default=None)
         return self.predict(plan).seconds, best
 

@@ -1,21 +1,33 @@
-"""The error message for a plan that does not fit: which worker needs what, and the smallest change that helps."""
+"""The error message for a plan that does not fit: which worker needs what, and the cheapest change that helps."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.experiment import RoleSpec
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
 from realhf.plan.search.planner import Planner
+from realhf.plan.search.remedies import (
+    MICRO_BATCHING,
+    SAME_NUMERICS,
+    Step,
+    changed_options,
+    fewest_sequences,
+    larger_clusters,
+    may_fit,
+    smallest_micro_batches,
+    use_bf16,
+    with_caps,
+    with_cluster,
+    with_num_seqs,
+)
 from realhf.plan.search.timeline import Prediction
 
 PlanFn = Callable[[Planner], ExecutionPlan]  # returns the plan that the same allocation mode gives for another planner
-Change = tuple[str, Planner, PlanFn]  # options to set, the planner with these options, and how to make its plan
-MAX_WORKER_FACTOR, MAX_NODE_SIZE = 8, 8  # largest suggested multiple of the number of workers; largest suggested node
 TIMEOUT_S = 8.0  # CPU time, which is independent of other processes, after which no further change is tried
+RULES: dict[str, PlanFn] = {name: partial(Planner.by_heuristic, name=name) for name in HEURISTICS}
 
 
 def out_of_memory_message(planner: Planner, prediction: Prediction, replan: PlanFn, max_num_seqs_option: str) -> str:
@@ -33,90 +45,161 @@ def out_of_memory_message(planner: Planner, prediction: Prediction, replan: Plan
             f"{suggest_fix(planner, replan, max_num_seqs_option)}")  # fmt: skip
 
 
-def suggest_fix(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> str:
-    """Return the first of the changes, ordered from smallest to largest, with which a plan fits."""
-    deadline = time.process_time() + TIMEOUT_S
-    for options, changed, made in _changes(planner, replan, max_num_seqs_option):
-        if time.process_time() > deadline:
-            break
-        if changed.fits(made(changed)):
-            return f"it fits with {options}"
+def suggest_fix(planner: Planner, replan: PlanFn, max_num_seqs_option: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Return the change that costs least among those that were tried within ``timeout_s`` seconds of CPU time."""
+    tried = _Trials(planner, time.process_time() + timeout_s)
+    for remedies in _groups(tried, replan, bool(max_num_seqs_option)):
+        if found := list(remedies):
+            best = found[0] if len(found) == 1 else min(found, key=tried.seconds)
+            words = changed_options(planner, best.planner, max_num_seqs_option)
+            words += [f"allocation_mode={best.rule}"] if best.rule else []
+            return f"it fits with {' '.join(words)}"
     return "no change that was tried fits: use smaller models, more workers, or workers with more memory"
 
 
-def _changes(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iterator[Change]:
-    """Yield changes: first those that keep the numerics of a run, then bfloat16, then more workers."""
-    recompute, recomputing = _with_models(planner, "gradient_checkpointing")
-    bf16, half = _with_models(planner, "bf16")
-    both, smallest = f"{bf16} {recompute}".strip(), _with_models(half, "gradient_checkpointing")[1]
-    if max_num_seqs_option:
-        yield from _smaller_batches(planner, replan, max_num_seqs_option)
-    yield recompute, recomputing, replan
-    if max_num_seqs_option:
-        for options, changed, made in _smaller_batches(recomputing, replan, max_num_seqs_option):
-            yield f"{recompute} {options}".strip(), changed, made
-    rules = {f"allocation_mode={name}": partial(Planner.by_heuristic, name=name) for name in HEURISTICS}
-    yield from ((option, planner, rule) for option, rule in rules.items())
-    yield bf16, half, replan
-    yield both, smallest, replan
-    yield from ((f"{both} {option}".strip(), smallest, rule) for option, rule in rules.items())
-    yield from _more_workers(planner)
+@dataclass(frozen=True)
+class _Remedy:
+    """A planner with changed options under which a plan fits; ``rule`` is the new allocation mode, if it changes."""
+
+    planner: Planner
+    replan: PlanFn
+    rule: str = ""
 
 
-def _smaller_batches(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iterator[Change]:
-    """Yield smaller micro-batches of the calls that need them, then fewer concurrent sequences."""
-    limits = planner.calls.limits
-    cap = max(limit.max_tokens_per_mb for limit in limits.values()) // 2
-    while cap >= MIN_MICRO_BATCH_TOKENS:
-        caps = {name: min(cap, limit.max_tokens_per_mb) for name, limit in limits.items()}
-        if (smaller := _capped(planner, caps)).fits(replan(smaller)):
-            for name, limit in limits.items():
-                larger = _capped(planner, {**caps, name: limit.max_tokens_per_mb})
-                if larger.fits(replan(larger)):
-                    caps[name] = limit.max_tokens_per_mb
-            changed = {name: n for name, n in caps.items() if n != limits[name].max_tokens_per_mb}
-            options = " ".join(f"{name}.mb_spec.max_tokens_per_mb={n}" for name, n in changed.items())
-            yield options, _capped(planner, caps), replan
-        cap //= 2
-    calls, sampling = planner.calls, planner.calls.cost.sampling
-    n = sampling.max_num_seqs // 2 if sampling else 0
-    while sampling and n >= MIN_NUM_SEQS:
-        fewer = replace(sampling, max_num_seqs=n)
-        cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
-        yield f"{max_num_seqs_option}={n}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
-        n //= 2
+class _TimeIsUp(Exception):
+    pass
 
 
-def _capped(planner: Planner, caps: Mapping[str, int]) -> Planner:
-    limits = {name: replace(limit, max_tokens_per_mb=caps[name]) for name, limit in planner.calls.limits.items()}
-    return replace(planner, calls=replace(planner.calls, limits=limits))
+class _Trials:
+    """Tries changes of ``planner`` until a time of the CPU clock."""
+
+    def __init__(self, planner: Planner, deadline: float) -> None:
+        self.planner, self.deadline = planner, deadline
+
+    def fits(self, planner: Planner, replan: PlanFn) -> bool:
+        if time.process_time() > self.deadline:
+            raise _TimeIsUp
+        return may_fit(planner) and planner.fits(replan(planner))
+
+    def seconds(self, remedy: _Remedy) -> float:
+        return remedy.planner.predict(remedy.replan(remedy.planner)).seconds
+
+    def ladder(self, steps: Sequence[Step], replan: PlanFn, rule: str = "", climb: bool = True) -> Iterator[_Remedy]:
+        """Yield the remedy of the first steps that fit together (or of all, without ``climb``), if there is one."""
+        try:
+            for n in range(1 if climb else len(steps), len(steps) + 1):
+                if self.fits(_apply(self.planner, steps[:n]), replan):
+                    yield _Remedy(self.needed_only(self.planner, steps[:n], replan), replan, rule)
+                    return
+        except _TimeIsUp:
+            return
+
+    def needed_only(self, base: Planner, steps: Sequence[Step], replan: PlanFn) -> Planner:
+        """Undo steps that are not needed, the most expensive ones first, and enlarge batches as far as they fit."""
+        kept = list(steps)
+        try:
+            for step in reversed(steps):
+                fewer = [other for other in kept if other is not step]
+                if self.fits(_apply(base, fewer), replan):
+                    kept = fewer
+            return self._larger_batches(base, kept, replan)
+        except _TimeIsUp:
+            return _apply(base, kept)
+
+    def _larger_batches(self, base: Planner, steps: Sequence[Step], replan: PlanFn) -> Planner:
+        rest = _apply(base, [step for step in steps if step not in MICRO_BATCHING])
+        caps = dict.fromkeys(base.calls.limits, MIN_MICRO_BATCH_TOKENS) if smallest_micro_batches in steps else {}
+        n_seqs = MIN_NUM_SEQS if fewest_sequences in steps else 0
+        sampling = base.calls.cost.sampling
+
+        def made() -> Planner:
+            return with_num_seqs(with_caps(rest, caps), n_seqs) if n_seqs else with_caps(rest, caps)
+
+        if sampling and n_seqs:
+            for n in _halves(sampling.max_num_seqs, MIN_NUM_SEQS):
+                if self.fits(with_num_seqs(with_caps(rest, caps), n), replan):
+                    n_seqs = n
+                    break
+        given = {name: limit.max_tokens_per_mb for name, limit in base.calls.limits.items()}
+        for cap in _halves(max(given.values()), MIN_MICRO_BATCH_TOKENS) if caps else ():
+            before, caps = caps, dict.fromkeys(given, cap)
+            if self.fits(made(), replan):
+                break
+            caps = before
+        for name in list(caps):
+            cap = caps.pop(name)
+            if not self.fits(made(), replan):
+                caps[name] = cap
+        return made()
 
 
-def _with_models(planner: Planner, option: str) -> tuple[str, Planner]:
-    """Enable ``gradient_checkpointing`` of trained models, or ``bf16`` of all models."""
-    calls, graph = planner.calls, planner.graph
-
-    def switched(name: str, role: RoleSpec) -> RoleSpec:
-        if option == "bf16":
-            return replace(role, spec=replace(role.spec, bf16=True))
-        recompute = role.spec.gradient_checkpointing or graph.trainer(name) is not None
-        return replace(role, spec=replace(role.spec, gradient_checkpointing=recompute))
-
-    roles = {name: switched(name, role) for name, role in calls.cost.roles.items()}
-    named = [name for name, role in roles.items() if role != calls.cost.roles[name] and role.starts_as is None]
-    cost, memory = replace(calls.cost, roles=roles), replace(calls.memory, roles=roles)
-    options = " ".join(f"{name}.{option}=True" for name in named)
-    return options, replace(planner, calls=replace(calls, cost=cost, memory=memory))
+def _halves(largest: int, smallest: int) -> Iterator[int]:
+    while (largest := largest // 2) >= smallest:
+        yield largest
 
 
-def _more_workers(planner: Planner) -> Iterator[Change]:
-    """Yield larger clusters; more workers on CPU do not help, since they share the memory."""
-    calls, n, node_size = planner.calls, planner.n_workers, planner.cluster.node_size
-    one_node = n == node_size
-    while n < MAX_WORKER_FACTOR * planner.n_workers and not calls.hardware.cores:
-        n *= 2
-        node_size = n if one_node and n <= MAX_NODE_SIZE else node_size
-        hardware, cost = replace(calls.hardware, node_size=node_size), replace(calls.cost, node_size=node_size)
-        larger = replace(planner, n_workers=n, calls=replace(calls, hardware=hardware, cost=cost))
-        options = f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
-        yield options, larger, partial(Planner.by_heuristic, name="symmetric")
+def _apply(planner: Planner, steps: Sequence[Step]) -> Planner:
+    for step in steps:
+        planner = step(planner)
+    return planner
+
+
+def _groups(tried: _Trials, replan: PlanFn, is_fixed: bool) -> Iterator[Iterator[_Remedy]]:
+    """Yield groups of remedies; those of a group are compared by the time of a step, and the first group wins.
+
+    Micro-batches come first. Then recomputation and offloading compete with other layouts. Numerics (bfloat16) and
+    the size of the cluster change only if nothing else helps.
+    """
+    planned = tuple(step for step in SAME_NUMERICS if step not in MICRO_BATCHING)
+    steps = SAME_NUMERICS if is_fixed else planned
+    if is_fixed:
+        yield tried.ladder([smallest_micro_batches], replan)
+        yield tried.ladder([smallest_micro_batches, fewest_sequences], replan)
+    yield _alternatives(tried, replan, steps)
+    for numerics in ((), (use_bf16,)):
+        yield _first(tried, (*steps, *numerics), {"": replan})
+        yield _first(tried, (*planned, *numerics), RULES)
+    yield _more_workers(tried, (*planned, use_bf16))
+
+
+def _alternatives(tried: _Trials, replan: PlanFn, steps: Sequence[Step]) -> Iterator[_Remedy]:
+    yield from tried.ladder(steps, replan)
+    for rule, by_rule in RULES.items():
+        yield from tried.ladder([], by_rule, rule, climb=False)
+
+
+def _first(tried: _Trials, steps: Sequence[Step], plans: dict[str, PlanFn]) -> Iterator[_Remedy]:
+    for rule, made in plans.items():
+        for remedy in tried.ladder(steps, made, rule, climb=False):
+            yield remedy
+            return
+
+
+def _more_workers(tried: _Trials, steps: Sequence[Step]) -> Iterator[_Remedy]:
+    """Yield the smallest larger cluster on which a plan fits, by binary search, with the options that it needs."""
+    rule, clusters = "symmetric", larger_clusters(tried.planner)
+    made = RULES[rule]
+
+    def fits(index: int) -> bool:
+        return tried.fits(_apply(with_cluster(tried.planner, *clusters[index]), steps), made)
+
+    enough = None
+    try:
+        low = next((i for i, c in enumerate(clusters) if may_fit(_apply(with_cluster(tried.planner, *c), steps))), None)
+        if low is None:
+            return
+        step = 1
+        while not fits(min(low, len(clusters) - 1)):
+            if low >= len(clusters) - 1:
+                return
+            low, step = low + step, 2 * step
+        enough = min(low, len(clusters) - 1)
+        low = max(0, enough - step // 2)
+        while low < enough:
+            middle = (low + enough) // 2
+            low, enough = (low, middle) if fits(middle) else (middle + 1, enough)
+    except _TimeIsUp:
+        pass
+    if enough is not None:
+        larger = with_cluster(tried.planner, *clusters[enough])
+        yield _Remedy(tried.needed_only(larger, steps, made), made, rule)

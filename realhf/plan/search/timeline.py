@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from realhf.api.execution_plan import Placement
 from realhf.api.layout import Layout
 from realhf.api.program import Compute, Instruction
 from realhf.plan.cost.memory import Bytes
@@ -131,7 +132,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another layout of one call, and the seconds of a step with it."""
+    """Another placement of one call, and the seconds of a step with it."""
 
-    layout: Layout
+    placement: Placement
     seconds: float
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout

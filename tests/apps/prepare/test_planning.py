@@ -16,12 +16,13 @@ from realhf.api.codec import to_json
 from realhf.api.config import Device, ExperimentConfig, GenerationConfig, Mode, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec, Task
-from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, workload_of
+from realhf.apps.prepare.planning import limits_of, machine_of, plan_for_mode, planner_of, replan, workload_of
 from realhf.apps.prepare.preflight import plan_report
 from realhf.base.errors import UserError
 from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
+from realhf.launch import cuda
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.hardware import FOLDER
 from realhf.plan.cost.mixed_speed import MixedSpeed
@@ -145,6 +146,31 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     fits["exchange"] = Fit(dict.fromkeys(parts, 1e-9), ())
     fits["call"] = Fit({"call": 1e-3, "row": 0.0}, ())
     return Profile(replace(HERE, device=device), 4e8, fits)
+
+
+def test_limits_are_those_of_the_gpu_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "DEVICE_FILES", tmp_path)
+    monkeypatch.delenv(cuda.VISIBLE, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    options = config_with(fileroot=str(tmp_path), device=Device.cuda)
+    assert limits_of(options, "cuda").source == "the limits of h100"  # this machine has no GPU
+    for name in ("nvidiactl", "nvidia0"):
+        (tmp_path / name).touch()
+    driver = tmp_path / "nvidia-smi"
+    for line, flops, source in (
+        ("NVIDIA A100-SXM4-80GB, 81920", 250e12, "the limits of a100"),
+        ("NVIDIA L4, 23034", 650e12, "the limits of h100 (NVIDIA L4 with 24.2 GB is not known, h100 is assumed; set "
+                                     "planner.hardware=FILE.yaml for its own limits)"),
+    ):  # fmt: skip
+        driver.write_text(f"#!/bin/sh\necho '{line}'\n")
+        driver.chmod(0o755)
+        found = limits_of(options, "cuda")
+        assert found.source == source and found.hardware.memory == int(line.split()[-1]) * 2.0**20
+        assert found.hardware.flops == flops
+    options.planner.hardware = "h200"
+    assert limits_of(options, "cuda").hardware.memory == 141e9  # given hardware may be another machine
+    options.planner.hardware, options.mode = "", Mode.slurm
+    assert limits_of(options, "cuda").source == "the limits of h100"  # workers are on other machines
 
 
 def test_a_profile_is_used_if_it_covers_the_run(tmp_path: Path) -> None:
@@ -324,7 +350,7 @@ def test_allocation_modes_of_the_planner() -> None:
             == replan(planner, mode, planner.by_heuristic("split"))
         )
     config.allocation_mode = "search"
-    assert plan_for_mode(planner, config, planner.by_heuristic("split")) == planner.search(config.seed).plan
+    assert plan_for_mode(planner, config, planner.by_heuristic("split"))[0] == planner.search(config.seed).plan
     assert planner.fits(replan(planner, "search", planner.by_heuristic("split")))
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from realhf.api.config import OptimizerConfig
+from realhf.api.config.choices import Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
 from realhf.plan.search.planner import Planner
@@ -55,6 +57,7 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
     """Return the planner and the plan with the suggested options."""
     given = [word.partition("=")[::2] for word in words.split(" ")]
     limits, changes, n_workers, node_size, mode = dict(planner.calls.limits), {}, planner.n_workers, 4, ""
+    offloaded: list[str] = []
     for key, value in given:
         owner, _, option = key.partition(".")
         match key, option:
@@ -64,6 +67,12 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
                 changes["options"] = {"gen": replace(planner.calls.cost.sampling, max_num_seqs=int(value))}
             case _, "gradient_checkpointing" | "bf16":
                 changes[option] = value == "True"
+            case _, "recompute_granularity":
+                changes[option] = Recompute(value)
+            case _, "optimizer.offload":
+                changes["optimizer"] = OptimizerConfig(offload=True)
+            case _, "offload":
+                offloaded.append(owner)
             case "n_nodes", _:
                 n_workers = int(value) * int(dict(given)["n_gpus_per_node"])
             case "n_gpus_per_node", _:
@@ -73,17 +82,21 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
             case _:
                 raise AssertionError(f"unknown option {key}")
     made = planner_with(planner.calls.hardware.usable, n_workers, node_size, **changes)
-    made = replace(made, calls=replace(made.calls, limits=limits))
+    graph = replace(made.graph, offloaded=tuple(offloaded))
+    cost, memory = replace(made.calls.cost, graph=graph), replace(made.calls.memory, graph=graph)
+    made = replace(made, graph=graph, calls=replace(made.calls, limits=limits, cost=cost, memory=memory))
     return made, made.by_heuristic(mode) if mode else fixed(made)
 
 
 FIXES = {
     0.999: r"\w+_train\.mb_spec\.max_tokens_per_mb=2048",
     0.95: r"critic_train\.mb_spec\.max_tokens_per_mb=2048 actor_train\.mb_spec\.max_tokens_per_mb=2048",
-    0.45: r"(\w+\.gradient_checkpointing=True ){2}.*mb_spec.*",
+    0.45: r"(\w+\.gradient_checkpointing=True ){2}(\w+\.recompute_granularity=selective ){2}(\w+\.mb_spec\.\S+ ?)+",
     0.3: r"allocation_mode=megatron",
-    0.15: r"(\w+\.bf16=True ){4}(\w+\.gradient_checkpointing=True ){2}allocation_mode=megatron",
-    0.1: r"n_nodes=1 n_gpus_per_node=8 allocation_mode=symmetric",
+    0.15: r"(\w+\.gradient_checkpointing=True ){2}allocation_mode=megatron",
+    0.1: r"(\w+\.gradient_checkpointing=True ){2}(\w+\.optimizer.offload=True ){2}(\w+\.offload=True )*allocation_\S+",
+    0.08: r"(\w+\.gradient_checkpointing=True ){2}n_nodes=1 n_gpus_per_node=8 allocation_mode=symmetric",
+    0.03: r"(\w+\.bf16=True ){4}(\S+=True )+n_nodes=2 n_gpus_per_node=8 allocation_mode=symmetric",
 }
 """The smallest fixes by fraction of the required memory."""
 
@@ -99,7 +112,7 @@ def test_the_smallest_fix_comes_first_and_fits(share: float) -> None:
 
 
 def test_options_name_the_role_of_the_model() -> None:
-    words = suggest_fix(planner_with(0.15 * NEEDED), fixed, "slots")
+    words = suggest_fix(planner_with(0.03 * NEEDED), fixed, "slots")
     roles = {word.partition(".")[0] for word in words.split(" ") if word.endswith("bf16=True")}
     assert roles == {"actor", "critic", "rew", "ref"}
     recomputing = {word.partition(".")[0] for word in words.split(" ") if "checkpointing" in word}
@@ -133,6 +146,24 @@ def test_more_workers_are_not_suggested_if_they_share_memory() -> None:
     assert suggest_fix(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith(
         "no change that was tried fits"
     )
-    planner = planner_with(0.1 * NEEDED)
+    planner = planner_with(0.03 * NEEDED)
+    assert "n_nodes=2" in suggest_fix(planner, fixed, "slots")
     shared = replace(planner, calls=replace(planner.calls, hardware=replace(planner.calls.hardware, cores=2)))
     assert suggest_fix(shared, fixed, "slots").startswith("no change that was tried fits")
+
+
+def test_no_fix_is_claimed_without_time() -> None:
+    planner = planner_with(0.999 * NEEDED)
+    assert suggest_fix(planner, fixed, "slots", timeout_s=0.0).startswith("no change that was tried fits")
+
+
+def test_a_fix_is_minimal() -> None:
+    """Without any of the kinds of suggested options the plan does not fit."""
+    planner = planner_with(0.1 * NEEDED)
+    words = suggest_fix(planner, fixed, "slots").removeprefix("it fits with ").split(" ")
+    kinds = {word.partition("=")[0].partition(".")[2] for word in words}
+    assert kinds == {"gradient_checkpointing", "optimizer.offload", "offload", ""}
+    for kind in kinds:
+        rest = [word for word in words if word.partition("=")[0].partition(".")[2] != kind]
+        changed, plan = applied(planner, " ".join(rest))
+        assert not changed.fits(plan), kind
