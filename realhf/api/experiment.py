@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
 from realhf.api.graph import Graph
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import EnvironmentLoad
 from realhf.api.model_config import ModelConfig
 
@@ -41,6 +42,15 @@ class RoleSpec:
     scalar_head: bool = False
     starts_as: str | None = None
     is_base: bool = False
+
+    def zero_stage(self, strategy: ParallelStrategy) -> int:
+        """Return the ZeRO stage of the role's training with a strategy; 1 on one data-parallel rank.
+
+        A layout says whether weights are sharded; without it the stage is 2 at most.
+        """
+        if strategy.dp == 1:
+            return 1
+        return 3 if strategy.zero3 else min(self.spec.zero_stage, 2)
 
 
 class Experiment(ExperimentConfig):

@@ -197,6 +197,21 @@ class Group:
         assert work is not None
         return work
 
+    def start_reduce_scatter(self, whole: Tensor) -> dist.Work:
+        """Start to sum ``whole``, ``[size, n]``, over the group in row ``index``; others lose their values."""
+        if self._is_gloo:
+            work = dist.all_reduce(whole, group=self.handle, async_op=True)
+        else:
+            work = dist.reduce_scatter_tensor(whole[self.index], whole, group=self.handle, async_op=True)
+        assert work is not None
+        return work
+
+    def start_all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work:
+        """Start to fill ``whole``, ``[size, n]``, with the members' ``shard``, ``[n]``."""
+        work = dist.all_gather_into_tensor(whole.view(-1), shard, group=self.handle, async_op=True)
+        assert work is not None
+        return work
+
     def wait(self, work: dist.Work, name: str, tensor: Tensor) -> None:
         """Wait until an operation on ``tensor`` has completed, on a GPU in its stream only."""
         with self._activity(name, tensor):

@@ -14,6 +14,7 @@ from realhf.api.config.option import (
     NON_NEGATIVE,
     POSITIVE,
     SECONDS,
+    ZERO_STAGE,
     opt,
 )
 
@@ -66,6 +67,11 @@ class ModelSpec:
     )
     overlap_grad_reduce: bool | None = opt(
         None, "reduce gradients over data-parallel ranks during the backward pass (default: on GPUs)"
+    )
+    zero_stage: int = opt(
+        1,
+        "ZeRO: data-parallel ranks share the optimizer state (1), also gradients (2), also weights (3; trained models)",
+        ZERO_STAGE,
     )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")

@@ -113,7 +113,7 @@ class PlanReport:
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment, allocation_mode=mode)
         plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
-        plan = plan_for_mode(self.planner, config) if mode in PLANNED else plan
+        plan = plan_for_mode(self.planner, config) if mode in PLANNED else self.planner.with_zero3(plan)
         return plan, self.planner.predict(plan)
 
     def too_large(self) -> str:
@@ -185,7 +185,8 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
 
     def report(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device)
-        final = plan_for_mode(planner, experiment) if experiment.allocation_mode in PLANNED else plan
+        is_planned = experiment.allocation_mode in PLANNED
+        final = plan_for_mode(planner, experiment) if is_planned else planner.with_zero3(plan)
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)
         return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out,
