@@ -59,7 +59,8 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
         plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
-    return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})
+    placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
+    return planner.with_zero3(replace(plan, placements=placements))
 
 
 def machine_of(

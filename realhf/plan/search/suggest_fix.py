@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
+from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.plan.compile.heuristic import HEURISTICS
@@ -55,6 +56,10 @@ def _changes(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iter
     if max_num_seqs_option:
         for options, changed, made in _smaller_batches(recomputing, replan, max_num_seqs_option):
             yield f"{recompute} {options}".strip(), changed, made
+    zero3, sharded = _with_zero3(planner)
+    yield zero3, sharded, replan
+    zero3_recompute, smaller = f"{zero3} {recompute}".strip(), _with_zero3(recomputing)[1]
+    yield zero3_recompute, smaller, replan
     rules = {f"allocation_mode={name}": partial(Planner.by_heuristic, name=name) for name in HEURISTICS}
     yield from ((option, planner, rule) for option, rule in rules.items())
     yield bf16, half, replan
@@ -106,6 +111,19 @@ def _with_models(planner: Planner, option: str) -> tuple[str, Planner]:
     named = [name for name, role in roles.items() if role != calls.cost.roles[name] and role.starts_as is None]
     cost, memory = replace(calls.cost, roles=roles), replace(calls.memory, roles=roles)
     options = " ".join(f"{name}.{option}=True" for name in named)
+    return options, replace(planner, calls=replace(calls, cost=cost, memory=memory))
+
+
+def _with_zero3(planner: Planner) -> tuple[str, Planner]:
+    """Set ``zero_stage=3`` of trained models without adapters."""
+    calls, roles = planner.calls, dict(planner.calls.cost.roles)
+    for name, role in roles.items():
+        is_native = role.spec.backend is Backend.native and not role.spec.lora.rank
+        if is_native and planner.graph.trainer(name) is not None:
+            roles[name] = replace(role, spec=replace(role.spec, zero_stage=3))
+    named = [name for name, role in roles.items() if role != calls.cost.roles[name] and role.starts_as is None]
+    cost, memory = replace(calls.cost, roles=roles), replace(calls.memory, roles=roles)
+    options = " ".join(f"{name}.zero_stage=3" for name in named)
     return options, replace(planner, calls=replace(calls, cost=cost, memory=memory))
 
 
