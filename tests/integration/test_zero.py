@@ -1,6 +1,7 @@
 """Runs with ZeRO-2 and ZeRO-3 have the results of plain ones, also when they are killed and resumed."""
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def test_ppo_has_the_curve_of_one_worker(
             step = max(int(path.name.partition("_")[2]) for path in (one.root / "models" / role).iterdir())
             files = [some.model(role, step) / "model.safetensors" for some in (one, found)]
             expected, weights = map(load_file, files)
-            assert all(torch.allclose(weight, expected[key], atol=1e-5) for key, weight in weights.items()), (name, role)
+            assert all(torch.allclose(weight, expected[key], atol=1e-5) for key, weight in weights.items()), role
     plan = json.loads((runs["third"].root / "plan.json").read_text())["plan"]["placements"]
     zero3 = {call for call, placement in plan.items() if placement["layout"]["strategy"].get("zero3")}
     assert {"actor_train", "critic_train"} <= zero3 and not {"actor_gen", "ref_inf", "eval_gen"} & zero3
@@ -56,9 +57,11 @@ def test_a_killed_run_resumes_bit_for_bit(
         time.sleep(0.01)
     started.process.send_signal(signal.SIGKILL)
     started.process.communicate(timeout=TIMEOUT_S)
-    resumed = realhf_start("", started.root, [], command=["resume", str(started.root)]).finish()
-    assert resumed.code == 0, resumed.output
-    assert resumed.curve == whole.curve
+    copy = shutil.copytree(started.root, tmp_path / "copy" / "t" / "trial")
+    resumed, other = (realhf_start("", root, more, command=["resume", str(root)]).finish()
+                      for root, more in ((started.root, []), (copy, ["model.zero_stage=2"])))  # fmt: skip
+    assert resumed.code == other.code == 0, resumed.output + other.output
+    assert resumed.curve == whole.curve and same_curve(whole, other) == []
     last = len(whole.curve)
     files = [run.model("model", last) / "model.safetensors" for run in (whole, resumed, plain)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -70,7 +70,7 @@ class WeightGathering:
         if layer not in self.layers or layer in self._pending or not self.layers[layer].is_free:
             return
         received = self.messages.new(layer, self.shard.data)
-        own = self.shard.data.new_empty(received.shape[1])
+        own = self.shard.data.new_zeros(received.shape[1])
         for elements, stored in self.messages.own_parts(layer, own, self.shard.data):
             elements.copy_(stored)
         self._pending[layer] = self.messages.group.start_all_gather(received, own), received, own
