@@ -47,6 +47,7 @@ CASES: Mapping[str, Case] = {
     "whole": _case((0,), "d1", 1),
     "d2": _case((2, 3), "d2", 2),
     "d2z3": _case((1, 2), "d2z3", 3),
+    "d3z3": _case((3, 0, 2), "d3z3", 3),  # uneven shares
     "d4": _case((0, 1, 2, 3), "d4", 2),
     "d4z3": _case((2, 0, 1, 3), "d4z3", 3),
     "d2t2": _case((1, 0, 3, 2), "d2t2", 2),
