@@ -11,6 +11,7 @@ from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, Mod
 from realhf.api.config.option import AUTO
 from realhf.api.execution_plan import MemorySaving
 from realhf.api.graph import Graph
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import EnvironmentLoad
 from realhf.api.model_config import ModelConfig
 
@@ -53,6 +54,15 @@ class RoleSpec:
         if spec.optimizer.offload == AUTO:
             spec = replace(spec, optimizer=replace(spec.optimizer, offload=chosen.offload_optimizer))
         return self if spec is self.spec else replace(self, spec=spec)
+
+    def zero_stage(self, strategy: ParallelStrategy) -> int:
+        """Return the ZeRO stage of the role's training with a strategy; 1 on one data-parallel rank.
+
+        A layout says whether weights are sharded; without it the stage is 2 at most.
+        """
+        if strategy.dp == 1:
+            return 1
+        return 3 if strategy.zero3 else min(self.spec.zero_stage, 2)
 
 
 class Experiment(ExperimentConfig):

@@ -1,7 +1,7 @@
 """Layouts of one model: device mesh + parallel strategy."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SPAN = r"\d+(?:-\d+)?"
@@ -18,36 +18,60 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class ParallelStrategy:
-    """Degrees of data, tensor and pipeline parallelism, written ``d4t2p1`` (``m`` is an alias of ``t``)."""
+    """Degrees of data, tensor and pipeline parallelism, written ``d4t2p1`` (``m`` is an alias of ``t``).
+
+    With ``zero3``, written ``d4t2p1z3``, data-parallel ranks have shares of the weights instead of copies (ZeRO-3).
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    zero3: bool = False
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp) < 1:
             raise ValueError(f"parallel degrees must be positive, got {self}")
+        if self.zero3 and self.dp == 1:
+            raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
 
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp
 
+    @property
+    def n_replicas(self) -> int:
+        """Number of copies of the weights."""
+        return 1 if self.zero3 else self.dp
+
+    @property
+    def n_shards(self) -> int:
+        """Number of different shards of a stage's weights; ranks of a replica are ordered stage by stage."""
+        return self.tp * self.dp // self.n_replicas
+
+    def shard_number(self, dp: int, tp: int) -> int:
+        """Return the number of the shard of a rank among those of its stage."""
+        return dp * self.tp + tp if self.zero3 else tp
+
+    def with_zero3(self, wanted: bool) -> "ParallelStrategy":
+        """Return this strategy with or without ZeRO-3; on one data-parallel rank both are the same."""
+        return replace(self, zero3=wanted and self.dp > 1)
+
     def __str__(self) -> str:
-        return f"d{self.dp}t{self.tp}p{self.pp}"
+        return f"d{self.dp}t{self.tp}p{self.pp}{'z3' if self.zero3 else ''}"
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Parse ``d4t2p1``, ``d4p1m2``, with letters in any order and case; ValueError for anything else."""
+        """Parse ``d4t2p1``, ``d4p1m2``, ``d4z3``, degrees in any order and case; ValueError for anything else."""
         lower = text.strip().lower()
-        if not re.fullmatch(r"(?:[dtmp][1-9][0-9]*){1,3}", lower):
-            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2)")
-        degrees: dict[str, int] = {}
+        if not re.fullmatch(r"(?:[dtmp][1-9][0-9]*){1,3}(?:z3)?", lower):
+            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2p1z3)")
+        zero3, degrees = lower.endswith("z3"), dict[str, int]()
         for letter, number in re.findall(r"([dtmp])(\d+)", lower):
             axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}[letter]
             if axis in degrees:
                 raise ValueError(f"'{text}' gives the {axis} degree twice")
             degrees[axis] = int(number)
-        return ParallelStrategy(**degrees)
+        return ParallelStrategy(**degrees, zero3=zero3)
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,10 @@ class Layout:
     def rank(self, coord: Coord) -> int:
         s = self.strategy
         return self.mesh.ranks[(coord.pp * s.dp + coord.dp) * s.tp + coord.tp]
+
+    def with_zero3(self, wanted: bool) -> "Layout":
+        """Return this layout with or without ZeRO-3."""
+        return Layout(self.mesh, self.strategy.with_zero3(wanted))
 
     def coord(self, rank: int) -> Coord:
         """Return the coordinates of a global rank; ValueError for a rank outside the mesh."""

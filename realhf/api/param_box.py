@@ -69,3 +69,24 @@ def shard_box(spec: ParamSpec, tp: int, tp_rank: int) -> Box:
     full = list(whole(spec.shape))
     full[spec.tp_dim] = (start * width, stop * width)
     return tuple(full)
+
+
+def cut_box(box: Box, n: int, index: int) -> Box | None:
+    """Return the ``index``-th of ``n`` nearly equal slices of a box; None if it is empty.
+
+    The box is cut along its first dimension with at least ``n`` elements, else (a few experts) along its longest.
+    """
+    sizes = box_shape(box)
+    dim = next((dim for dim, size in enumerate(sizes) if size >= n), sizes.index(max(sizes)))
+    (start, _), size = box[dim], sizes[dim]
+    span = start + index * size // n, start + (index + 1) * size // n
+    return (*box[:dim], span, *box[dim + 1 :]) if span[0] < span[1] else None
+
+
+def numbered_box(spec: ParamSpec, tp: int, n_shards: int, number: int) -> Box | None:
+    """Return the box of ``spec`` in shard ``number`` of the ``n_shards`` of a stage; None if it has nothing of it.
+
+    These are the shards of ``tp`` tensor-parallel ranks, each cut into ``n_shards / tp`` shares by ZeRO-3. Consecutive
+    numbers are tensor-parallel ranks.
+    """
+    return cut_box(shard_box(spec, tp, number % tp), n_shards // tp, number // tp)

@@ -200,12 +200,17 @@ class Group:
         return _started(dist.all_reduce(tensor, group=self.handle, async_op=True))
 
     def start_reduce_scatter(self, output: Tensor, whole: Tensor) -> dist.Work:
-        """Start to fill ``output`` with this member's equal shard of the sum of ``whole`` over the group."""
+        """Start to fill ``output`` with this member's equal shard of the sum of ``whole`` over the group.
+
+        ``output`` may be a view of that shard; ``whole`` is then overwritten.
+        """
+        if self._is_gloo and output.data_ptr() == whole.chunk(self.size)[self.index].data_ptr():
+            return self.start_all_reduce(whole)
         return _started(dist.reduce_scatter_tensor(output, whole, group=self.handle, async_op=True))
 
     def start_all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work:
         """Start to fill ``whole`` with the members' equal shards, ordered by ``index``."""
-        return _started(dist.all_gather_into_tensor(whole, shard, group=self.handle, async_op=True))
+        return _started(dist.all_gather_into_tensor(whole.view(-1), shard.view(-1), group=self.handle, async_op=True))
 
     def wait(self, work: dist.Work, name: str, tensor: Tensor) -> None:
         """Wait until an operation on ``tensor`` has completed, on a GPU in its stream only."""

@@ -64,6 +64,7 @@ class FlatParams:
         self.on_free: list[Callable[[], None]] = []
         self.average: Tensor | None = None
         self._host: Tensor | None = None
+        self._grad_of: Callable[..., Tensor] | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
         self._boxes: dict[tuple[str, Box], Tensor] = {}
 
@@ -96,10 +97,12 @@ class FlatParams:
         rows = sum(shape[0] for shape in shapes)
         return flat[entries[0].start : entries[-1].stop].view(rows, *shapes[0][1:])
 
-    def grad_view(self, name: str) -> Tensor:
-        """Return the float32 gradient of a parameter, after ``enable_grad``."""
+    def grad_view(self, *names: str) -> Tensor:
+        """Return the float32 gradient of adjacent parameters, after ``enable_grad`` or ``use_grads``."""
+        if self._grad_of is not None:
+            return self._grad_of(*names)
         assert self.grad is not None, "gradients are not enabled"
-        return self.view_of(self.grad, name)
+        return self.view_of(self.grad, *names)
 
     def span(self, name: str) -> range:
         """Return the elements of ``data`` that store a parameter."""
@@ -110,27 +113,26 @@ class FlatParams:
 
         The same names give the same leaf, so a tied embedding is one leaf used twice.
         """
-        if self.grad is None:
+        if not self.has_grad:
             return self.view(*names)
         if names not in self._leaves:
-            self._leaves[names] = self._new_leaf(names, self.grad)
+            with torch.inference_mode(False):
+                self._leaves[names] = _new_leaf(self._detached(*names), self.grad_view(*names))
         return self._leaves[names]
 
-    def _new_leaf(self, names: tuple[str, ...], grad: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            leaf = self.view(*names).detach().requires_grad_()
-            total = self.view_of(grad, *names)
-        if leaf.dtype == torch.float32:
-            leaf.grad = total  # autograd adds to it in place
-            return leaf
+    def _detached(self, *names: str) -> Tensor:
+        """Return the tensor of a new leaf."""
+        return self.view(*names).detach()
 
-        def add_to_total(param: Tensor) -> None:
-            if param.grad is not None:  # the log-probability head adds to the total itself
-                total.add_(param.grad)
-                param.grad = None
+    @property
+    def has_grad(self) -> bool:
+        """Whether leaves accumulate gradients."""
+        return self.grad is not None or self._grad_of is not None
 
-        leaf.register_post_accumulate_grad_hook(add_to_total)
-        return leaf
+    def use_grads(self, view: Callable[..., Tensor]) -> None:
+        """Accumulate gradients in other memory from now on: ``view`` returns the gradient of adjacent parameters."""
+        assert not self.has_grad, "gradients are enabled"
+        self._grad_of = view
 
     def enable_grad(self) -> Tensor:
         """Allocate the gradient and return it. Leaves fetched from now on accumulate into it; earlier views do not."""
@@ -236,3 +238,19 @@ class FlatParams:
         self.data[self.end :].zero_()
         if self.grad is not None:
             self.grad.zero_()
+
+
+def _new_leaf(leaf: Tensor, total: Tensor) -> Tensor:
+    """Return ``leaf`` as an autograd leaf that adds its gradient to ``total``, float32."""
+    leaf.requires_grad_()
+    if leaf.dtype == torch.float32:
+        leaf.grad = total  # autograd adds to it in place
+        return leaf
+
+    def add_to_total(param: Tensor) -> None:
+        if param.grad is not None:  # the log-probability head adds to the total itself
+            total.add_(param.grad)
+            param.grad = None
+
+    leaf.register_post_accumulate_grad_hook(add_to_total)
+    return leaf

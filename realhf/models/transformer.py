@@ -1,7 +1,7 @@
 """The decoder of any family on packed rows: one shard, which is a pipeline stage and a tensor-parallel slice of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -23,6 +23,7 @@ from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
 from realhf.models.token_head import TokenHead
+from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
@@ -91,7 +92,8 @@ class Transformer:
         self._tiled_head: Tensor | None = None
         self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.on_backward: Callable[[int, Tensor], None] | None = None
-        """Called in a backward pass with a layer and the gradient of its input."""
+        """Called in a backward pass with a layer, or the number of layers, and the gradient of its input."""
+        self.memory: LayerMemory | None = None  # with ZeRO-2 and ZeRO-3
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +134,8 @@ class Transformer:
         embed = bound.optional("embed.weight") if self.is_first else None
         final_norm = bound.norm("final_norm")
         head = bound.leaf(self._head_name) if self.is_last else None
-        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if self.tp.size == 1 else None
+        is_whole = self.tp.size == 1 and (self.memory is None or self.memory.weights is None)
+        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if is_whole else None
         return _Weights(embed, bound.optional("embed.positions"), blocks, final_norm, head, fused)
 
     def _make_vocab_shard(self) -> VocabShard:
@@ -148,8 +151,8 @@ class Transformer:
     @property
     def weights(self) -> _Weights:
         assert not (self.params.is_free or self.base.is_free), "parameters are used while their memory is released"
-        if self._weights is None or self._bound_with_grad != (self.params.grad is not None):
-            self._weights, self._bound_with_grad = self._bind(), self.params.grad is not None
+        if self._weights is None or self._bound_with_grad != self.params.has_grad:
+            self._weights, self._bound_with_grad = self._bind(), self.params.has_grad
         return self._weights
 
     def hidden(
@@ -198,7 +201,8 @@ class Transformer:
 
         has_router_loss = token_weight and self.config.n_experts
         router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
-        x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
+        with self._memory_of(EMBEDDING) if x is None else nullcontext():
+            x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
         return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout)
@@ -301,6 +305,9 @@ class Transformer:
 
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
+    def _memory_of(self, layer: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.memory is None else self.memory.forward(layer)
+
     def rotary_table(self, longest: int) -> Tensor | None:
         """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
         return None if self._rotary is None else self._rotary.table(longest)
@@ -316,7 +323,7 @@ class Transformer:
         dropout: Dropout | None = None,
     ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
-        recompute = self.recompute if torch.is_grad_enabled() and self.params.grad is not None else None
+        recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
                                  routing, dropout, recompute is Recompute.selective)  # fmt: skip
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
@@ -324,11 +331,16 @@ class Transformer:
         for index, block in enumerate(weights.blocks):
             if self.on_backward is not None and x.requires_grad:
                 x.register_hook(partial(self.on_backward, self.layers[index]))
-            x, losses = run(block, index, x, context)
+            with self._memory_of(self.layers[index] + 1):
+                x, losses = run(block, index, x, context)
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)
             if losses is not None:
                 self._router_loss_sums += losses
+        if self.on_backward is not None and x.requires_grad:
+            x.register_hook(partial(self.on_backward, self.layers[-1] + 1))
+        if self.memory is not None:
+            self.memory.enter_head()
         return x if weights.final_norm is None else weights.final_norm(x)
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
@@ -380,7 +392,7 @@ class Transformer:
 
     def token_head(self, hidden: Tensor, lengths: Sequence[int], prev_index: Tensor | None = None) -> TokenHead:
         """Return the head at the hidden states of packed tokens. Collective over ``tp``."""
-        is_trained = self.params.grad is not None and self._head_name in self.params.names
+        is_trained = self.params.has_grad and self._head_name in self.params.names
         add_to = self.params.grad_view(self._head_name) if is_trained else None
         states = self.tp_region(sum(lengths)).copy_to_tp(hidden)
         cap, shard = self.config.logit_softcap, self._vocab_shard

@@ -36,6 +36,24 @@ def test_an_invalid_strategy_is_an_error(text: str) -> None:
         ParallelStrategy.parse(text)
 
 
+@given(DEGREES, DEGREES, DEGREES, st.booleans())
+def test_strategies_are_parsed_from_their_text(dp: int, tp: int, pp: int, wanted: bool) -> None:
+    strategy = ParallelStrategy(dp, tp, pp).with_zero3(wanted)
+    assert ParallelStrategy.parse(str(strategy)) == ParallelStrategy.parse(str(strategy).upper()) == strategy
+    assert strategy.zero3 == (wanted and dp > 1) and strategy.with_zero3(False) == ParallelStrategy(dp, tp, pp)
+    numbers = [strategy.shard_number(d, t) for d in range(dp) for t in range(tp)]
+    assert set(numbers) == set(range(strategy.n_shards)) and len(numbers) == strategy.n_shards * strategy.n_replicas
+    assert all(numbers.count(number) == strategy.n_replicas for number in numbers)
+
+
+def test_zero3_needs_several_data_parallel_ranks() -> None:
+    with pytest.raises(ValueError, match="leave out z3"):
+        ParallelStrategy.parse("t2z3")
+    for text in ("d2z2", "z3d2", "d2z3z3", "z3"):
+        with pytest.raises(ValueError, match=f"'{text}' is not a parallel strategy"):
+            ParallelStrategy.parse(text)
+
+
 def test_a_degree_is_positive() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         ParallelStrategy(dp=0)

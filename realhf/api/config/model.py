@@ -15,6 +15,7 @@ from realhf.api.config.option import (
     POSITIVE,
     SECONDS,
     SWITCH_OR_AUTO,
+    ZERO_STAGE,
     opt,
 )
 
@@ -78,6 +79,11 @@ class ModelSpec:
     )
     tp_overlap: bool | None = opt(
         None, "overlap tensor-parallel communication with the gradients of weights (default: on GPUs)"
+    )
+    zero_stage: int = opt(
+        1,
+        "ZeRO: data-parallel ranks share the optimizer state (1), also gradients (2), also weights (3; trained models)",
+        ZERO_STAGE,
     )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")

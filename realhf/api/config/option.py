@@ -56,6 +56,7 @@ COUNT = Range(1, 2**31 - 1)
 NATURAL = Range(0, 2**31 - 1)
 COUNT_OR_ALL = Range(-1, 2**31 - 1)
 SEED = Range(0, 2**63 - 1)
+ZERO_STAGE = Range(1, 3)
 
 FILE: Callable[[str], bool] = os.path.isfile
 FOLDER: Callable[[str], bool] = os.path.isdir

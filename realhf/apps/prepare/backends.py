@@ -60,6 +60,10 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
         name = f"{role}.backend={backend.value}"
         if backend is Backend.vllm:
             problems.append(f"{name}: vLLM only generates; set it for a call, like {role}_gen.backend=vllm")
+        stage = spec.spec.zero_stage
+        if stage == 3 and spec.spec.lora.rank and spec.starts_as is None:
+            problems.append(f"{role}.zero_stage=3: the frozen weights below adapters are not sharded; set "
+                            f"{role}.zero_stage=2, or {role}.lora.rank=0")  # fmt: skip
         if backend is not Backend.megatron or spec.starts_as is not None:  # starts_as: has the options of its actor
             continue
         if graph.trainer(role) is None:
@@ -70,6 +74,8 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
             problems.append(f"{name}: megatron-core is not installed; pip install 'realhf[megatron]'")
         if spec.spec.lora.rank:
             problems.append(f"{role}.lora.rank={spec.spec.lora.rank} requires {role}.backend=native")
+        if stage > 1:
+            problems.append(f"{role}.zero_stage={stage} requires {role}.backend=native")
         if spec.spec.optimizer.offload is True:
             problems.append(f"{role}.optimizer.offload=True requires {role}.backend=native")
     return problems

@@ -79,7 +79,7 @@ def plan_for_mode(
     ``given`` has the layouts of a mode that the planner does not handle.
     """
     if config.allocation_mode not in PLANNED:
-        return planner.with_savings(given), None
+        return planner.with_savings(planner.with_zero3(given)), None
     if config.allocation_mode != "search":
         return planner.by_heuristic(PLANNED[config.allocation_mode]), None
     start = time.monotonic()
@@ -100,7 +100,7 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
     placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
-    return planner.with_savings(replace(plan, placements=placements))
+    return planner.with_savings(planner.with_zero3(replace(plan, placements=placements)))
 
 
 def machine_of(

@@ -28,7 +28,7 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
                                                  "cache", "budget")))  # fmt: skip
 """Options that may change on resume: data and numerics are unaffected, or ``check_unchanged`` compares their effect."""
 LENGTHS = ("exp_ctrl.total_train_steps", "exp_ctrl.total_train_epochs")
-MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing",
+MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".zero_stage", ".gradient_checkpointing",
                  ".recompute_granularity", ".overlap_grad_reduce", ".tp_overlap", ".sequence_parallel")  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class MegatronAdamW(ShardedAdamW):
 
     def __init__(
         self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool,
-        overlap: bool = False,
+        overlap: bool = False, zero_stage: int = 1,
     ) -> None:  # fmt: skip
         if params.n_matrix % PARAM_ALIGNMENT:
             raise ValueError(f"megatron-core aligns parameters to multiples of {PARAM_ALIGNMENT} elements, and the "

@@ -31,8 +31,9 @@ from realhf.models.engine.decode.session import run_turns, session_options
 from realhf.models.engine.frozen_base import FrozenBases
 from realhf.models.engine.nonfinite import nonfinite_loss
 from realhf.models.engine.optimizer import ShardedAdamW
-from realhf.models.engine.packing import ForwardOutputs, Packing, pack
+from realhf.models.engine.packing import ForwardOutputs, Packing, filler, pack
 from realhf.models.engine.pipeline_runner import Pipeline
+from realhf.models.engine.zero_stages import gathered_params, layer_memory
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.low_rank import Dropout, token_keys
@@ -75,10 +76,12 @@ class NativeEngine:
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
         batches = batch.split(parts)
-        packings = [pack(some, self._shares_prefixes) for some in batches]
+        packings = self._with_fillers([pack(some, self._shares_prefixes) for some in batches])
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
 
         def finish(number: int, hidden: Tensor) -> None:
+            if packings[number].is_filler:
+                return
             some = batches[number]
             packed = fn(ForwardOutputs(self.model, hidden, some, packings[number]), some)
             lengths = some.lengths("tokens") if len(packed) == sum(some.lengths("tokens")) else (1,) * len(some)
@@ -88,6 +91,14 @@ class NativeEngine:
         with torch.no_grad():
             self.pipeline.infer(packings, finish)
         return self._broadcast_from_last(torch.cat(rows) if rows else torch.empty(0))
+
+    def _with_fillers(self, packings: list[Packing]) -> list[Packing]:
+        """Append fillers where all replicas must make as many passes, because layers have collectives."""
+        if self.model.memory is None:
+            return packings
+        n = torch.tensor([len(packings)], device=self.context.device)
+        missing = int(self.context.group("dp").all_max(n)) - len(packings)
+        return packings + [filler(self.context.device)] * missing
 
     def _broadcast_from_last(self, result: Tensor) -> Tensor:
         """Send the last stage's result to all stages, since interfaces run on every one."""
@@ -109,13 +120,15 @@ class NativeEngine:
         total, n_tokens = self.reduce(local_counts).tolist()
         if total == 0:
             return {}
-        self.params.zero_grad()
+        self.optimizer.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
         batches = batch.split(self._micro_batches(batch, at_least, together))
-        packings = [self._training_packing(some) for some in batches]
+        packings = self._with_fillers([self._training_packing(some) for some in batches])
         losses: dict[int, Loss] = {}
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
+            if packings[number].is_filler:
+                return hidden.sum() * 0.0
             loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
             losses[number] = _detached(loss)
             return loss.total / total
@@ -124,6 +137,8 @@ class NativeEngine:
         self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), reduction.start if reduction else None)
         if reduction is not None:
             reduction.backward_ended()
+        if self.model.memory is not None:
+            self.model.memory.finish()
         stats = {**_sum_stats(losses, batches), **self._router_stats(sum(batch.lengths("tokens")))}
         if self._exceeds(stats, limits or {}):
             self.optimizer.discard()
@@ -186,7 +201,7 @@ class NativeEngine:
         return group.all_reduce(total).to(sums.device)
 
     def save(self, path: Path) -> None:
-        if self.context.coord.dp != 0:
+        if self.context.coord.dp != 0 and not self.context.layout.strategy.zero3:
             return
         writer = self.context.layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
@@ -215,13 +230,14 @@ class NativeEngine:
             save_hf(path, self.config, read, self.tokenizer_folder)
 
     def _gather_parameter(self, name: str, writer: int) -> Tensor:
-        """Gather a whole parameter on the writer. Collective over the first replica."""
+        """Gather a whole parameter on the writer. Collective over the first replica of the weights."""
         specs = [spec for spec in (*own_specs(self.config), *base_specs(self.config)) if spec.name == name]
         params = self.params if name in {spec.name for spec in own_specs(self.config)} else self.model.base
         dtype, layout, strategy = params.data.dtype, self.context.layout, self.context.layout.strategy
         full = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=dtype)
         replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp == 0)
-        source = Layout(DeviceMesh(replica), ParallelStrategy(1, strategy.tp, strategy.pp))
+        first = Layout(DeviceMesh(replica), ParallelStrategy(1, strategy.tp, strategy.pp))
+        source = layout if strategy.zero3 else first
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
         copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
@@ -283,8 +299,8 @@ def build_engine(
     """
     dtype = own_dtype(role)
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
-    dp = context.layout.strategy.dp
-    optimizer_type, pad_to = _optimizer(role, dp) if has_optimizer else (None, dp)
+    strategy = context.layout.strategy
+    optimizer_type, pad_to = _optimizer(role, strategy.n_replicas) if has_optimizer else (None, strategy.n_replicas)
     params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
     base = None
     if config.lora is not None:
@@ -301,14 +317,20 @@ def build_engine(
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
     recompute = role.spec.recompute if trained else None
     tp_overlap = context.device.type == "cuda" if role.spec.tp_overlap is None else role.spec.tp_overlap
-    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base,
+    used = gathered_params(config, params, context) if strategy.zero3 else params
+    model = Transformer(config, used, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base,
                         tp_overlap)  # fmt: skip
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce
     overlap = context.device.type == "cuda" if overlap is None else overlap
-    adamw = optimizer_type(params, role.spec.optimizer, context, sequence, overlap) if optimizer_type else None
+    options, stage = role.spec.optimizer, role.zero_stage(strategy)
+    adamw = optimizer_type(params, options, context, sequence, overlap, stage) if optimizer_type else None
     if adamw is not None and adamw.reduction is not None:
         model.on_backward = adamw.reduction.backward_reached
+    owned = adamw.owned if adamw is not None else None
+    if strategy.zero3 or owned is not None:
+        model.memory = layer_memory(model, params, context, owned, adamw is not None)
+        model.on_backward = model.memory.backward_reached
     return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder,
                         base_name, adamw, seed=seed)  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather."""
+"""AdamW on this worker's equal range of the flat parameters (ZeRO-1 and 2), or on its share of them (ZeRO-3)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -8,21 +9,24 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
-from realhf.api.param_box import relative, whole
+from realhf.api.param_box import numbered_box, relative, whole
 from realhf.arch.lora import is_adapter
 from realhf.comm.p2p import P2PChannel
-from realhf.comm.process_groups import ParallelContext
+from realhf.comm.process_groups import Group, ParallelContext
 from realhf.models.engine.grad_reduction import OverlappedReduction
 from realhf.models.engine.optimizer_offload import ChunkedState
+from realhf.models.engine.zero_stages import owned_gradients
 from realhf.models.flat_params import FlatParams
 from realhf.ops.adamw import AdamWStep, adamw_
 
 
 def _multiplicity(params: FlatParams, name: str, context: ParallelContext) -> int:
     """Return the number of workers of one data-parallel replica that hold this worker's slice of a parameter."""
-    strategy = context.layout.strategy
-    stages = 2 if params.spec(name).shared_layer is not None and strategy.pp > 1 else 1
-    return params.n_holders(name, strategy.tp) * stages
+    strategy, spec, dp = context.layout.strategy, params.spec(name), context.coord.dp
+    stages = 2 if spec.shared_layer is not None and strategy.pp > 1 else 1
+    numbers = (strategy.shard_number(dp, tp) for tp in range(strategy.tp))
+    boxes = [numbered_box(spec, strategy.tp, strategy.n_shards, number) for number in numbers]
+    return boxes.count(params.box(name)) * stages
 
 
 class SharedGradients:
@@ -36,6 +40,7 @@ class SharedGradients:
 
     def __init__(self, params: FlatParams, context: ParallelContext, sequence_parallel: bool) -> None:
         self.params, self.context = params, context
+        self.grad_view: Callable[[str], Tensor] = params.grad_view
         strategy = context.layout.strategy
         specs = [params.spec(name) for name in params.names]
         self.replicated_units = [
@@ -59,18 +64,18 @@ class SharedGradients:
     def all_reduce(self) -> None:
         """Replace the gradients of shared parameters by their sums. Collective over the replica."""
         for spec in self.replicated_units:
-            grad = self.params.grad_view(spec.name)
+            grad = self.grad_view(spec.name)
             total = torch.zeros(spec.shape, device=grad.device)
             local = relative(self.params.box(spec.name), whole(spec.shape))
             total[local] = grad
             grad.copy_(self.context.group("tp").all_reduce(total)[local])
         if self.replicated:
-            grads = [self.params.grad_view(spec.name) for spec in self.replicated]
+            grads = [self.grad_view(spec.name) for spec in self.replicated]
             total = self.context.group("tp").all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
             for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
         for spec in self.tied:
-            grad = self.params.grad_view(spec.name)
+            grad = self.grad_view(spec.name)
             grad.add_(self.p2p.swap(grad, self.peer))
 
 
@@ -81,18 +86,20 @@ CHUNK = 1 << 18
 class ShardedAdamW:
     """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only.
 
-    With ``overlap``, gradients are reduced during the backward pass by ``reduction``. With ``config.offload`` the state
-    of a GPU is in host memory, in ``offloaded``.
+    With ``overlap``, gradients are reduced during the backward pass by ``reduction``. With ``zero_stage`` 2 they are in
+    ``owned``, and only the gradient of this range is kept. In a ZeRO-3 layout ``params`` are this rank's share, and all
+    of it is its range. With ``config.offload`` the state of a GPU is in host memory, in ``offloaded``.
     """
 
     can_overlap = True
 
     def __init__(
         self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool,
-        overlap: bool = False,
+        overlap: bool = False, zero_stage: int = 1,
     ) -> None:  # fmt: skip
         self.params, self.config, self.context = params, config, context
-        self.group = group = context.group("dp")
+        has_share = context.layout.strategy.zero3
+        self.group = group = Group((context.rank,), context.rank) if has_share else context.group("dp")
         self.shared = SharedGradients(params, context, sequence)
         size = params.data.numel() // group.size
         assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
@@ -101,13 +108,17 @@ class ShardedAdamW:
         is_offloaded = config.offload and local.is_cuda
         new = partial(torch.empty, size, device="cpu" if is_offloaded else local.device, pin_memory=is_offloaded)
         self.master = local if self._is_float32 else new(dtype=torch.float32).copy_(local)
-        self.whole_grad = params.enable_grad()
-        self.grad = self.whole_grad[self.start : self.stop]
+        self.owned = owned_gradients(params, self.shared.names, group) if zero_stage == 2 else None
+        if self.owned is not None:
+            self.grad, self.shared.grad_view = self.owned.total, self.owned.late.view
+        else:
+            self.whole_grad = params.enable_grad()
+            self.grad = self.whole_grad[self.start : self.stop]
         self.first, self.second = (new(dtype=torch.float32).zero_() for _ in range(2))
         hosted = [self.first, self.second] if self._is_float32 else [self.first, self.second, self.master]
         self.offloaded = ChunkedState(hosted, local.device) if is_offloaded else None
         self.steps = 0
-        overlap = overlap and self.can_overlap and group.size > 1
+        overlap = overlap and self.can_overlap and group.size > 1 and self.owned is None
         late = self.shared.names
         self.reduction = OverlappedReduction(params, self.whole_grad, group, late) if overlap else None
         self._repeats = [
@@ -130,6 +141,12 @@ class ShardedAdamW:
         if self.offloaded is not None:
             self.offloaded.synchronize()
         return {"first": self.first, "second": self.second, **({} if self._is_float32 else {"master": self.master})}
+
+    def zero_grad(self) -> None:
+        if self.owned is not None:
+            self.owned.zero()
+        else:
+            self.params.zero_grad()
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -155,6 +172,9 @@ class ShardedAdamW:
     def _reduce(self) -> None:
         if self.reduction is not None:
             self.reduction.finish()
+            return
+        if self.owned is not None:
+            self.owned.reduce_late()
             return
         self.group.reduce_scatter(self.grad, self.whole_grad)
 

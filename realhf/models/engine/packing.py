@@ -19,7 +19,7 @@ class Packing:
     ``gather_index`` (``[T]``) is the index of each token of the batch among them, ``prev_index`` (``[t]``) that of each
     token's predecessor, -1: none. Both are None without shared prefixes, when the tokens are those of the batch.
     ``experts`` are those that the tokens have in generation, ``[t, L * k]``, if they are replayed; ``dropout`` is that
-    of adapters in training.
+    of adapters in training. A filler has one token, and no loss.
     """
 
     tokens: Tensor
@@ -29,6 +29,7 @@ class Packing:
     prev_index: Tensor | None = None
     experts: Tensor | None = None
     dropout: Dropout | None = None
+    is_filler: bool = False
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the values of all tokens of the batch, ``[T]``, from those of the packed tokens, ``[t]``."""
@@ -67,6 +68,11 @@ class ForwardOutputs:
     def last_values(self) -> Tensor:
         last = on_device(torch.tensor(self.batch.columns["tokens"].offsets[1:]) - 1, self.hidden.device)
         return self.values().index_select(0, last)
+
+
+def filler(device: torch.device) -> Packing:
+    """Return a pass without effect, for replicas with fewer micro-batches: passes of ZeRO-2 and 3 have collectives."""
+    return Packing(torch.zeros(1, dtype=torch.int64, device=device), (1,), is_filler=True)
 
 
 def pack(batch: SequenceBatch, share: bool = False) -> Packing:

@@ -43,6 +43,8 @@ class Pipeline:
                     inputs[i] = self._hidden(batches[i], inputs.pop(i, None))
                     if self.is_last:
                         finish(i, inputs.pop(i))
+                    if self.model.memory is not None:
+                        self.model.memory.release()
                 case schedule.SendActivation(i):
                     self.p2p.send(inputs.pop(i), self.ranks[self.stage + 1])
                     self.p2p.flush(keep=2)
@@ -81,6 +83,8 @@ class Pipeline:
                     if n_backward == len(batches) and before_last is not None:
                         before_last()
                     with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
+                    if self.model.memory is not None:
+                        self.model.memory.backward_ended()
                 case schedule.SendGradient(i):
                     gradient = inputs.pop(i).grad
                     assert gradient is not None, "every stage's output depends on its input"
@@ -129,6 +133,7 @@ class Pipeline:
         return torch.cat(parts, 1)
 
     def _hidden(self, batch: Packing, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
+        token_weight = 0.0 if batch.is_filler else token_weight
         return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
                                  experts=batch.experts, dropout=batch.dropout)  # fmt: skip
 

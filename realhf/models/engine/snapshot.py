@@ -2,7 +2,8 @@
 
 A checkpoint is a layout on disk. For every model shard the first replica writes ``weights`` (and ``average``, the
 float32 moving average of bfloat16 weights); every replica writes its range of the optimizer state: ``first``,
-``second`` and, for bfloat16 weights, ``master``. All of them are flat (models/flat_params.py).
+``second`` and, for bfloat16 weights, ``master``. All of them are flat (models/flat_params.py). In a ZeRO-3 layout every
+worker is a model shard of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ WEIGHTS, AVERAGE, STEPS = "weights", "average", "steps"
 def snapshot(engine: NativeEngine) -> dict[str, Tensor]:
     """Return copies in host memory of the tensors that this worker saves; none if other workers save all of them."""
     state: dict[str, Tensor] = {}
-    if engine.context.coord.dp == 0:
+    if engine.context.coord.dp == 0 or engine.context.layout.strategy.zero3:
         state[WEIGHTS] = engine.params.data
         if engine.params.average is not None:
             state[AVERAGE] = engine.params.average
@@ -50,21 +51,23 @@ def restore(engine: NativeEngine, saved: Layout, read: Read) -> None:
 
 def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict[str, Tensor], int]:
     """Return this worker's flat tensors, merged over the saved shards and replicas, and the number of steps."""
-    params, layout, coord = engine.params, engine.context.layout, engine.context.coord
+    params, strategy, coord = engine.params, engine.context.layout.strategy, engine.context.coord
     numel, steps = params.data.numel(), 0
-    if (saved.strategy.tp, saved.strategy.pp) == (layout.strategy.tp, layout.strategy.pp):
-        state = _read_shard(saved, coord.pp, coord.tp, read)  # it differs only in the padding at its end
+    if (saved.strategy.tp, saved.strategy.pp, saved.strategy.n_shards) == (strategy.tp, strategy.pp, strategy.n_shards):
+        number = strategy.shard_number(coord.dp, coord.tp)
+        state = _read_shard(saved, coord.pp, number, read)  # it differs only in the padding at its end
         steps = int(state.pop(STEPS, torch.zeros(1)))
         resize = lambda flat: flat[:numel] if len(flat) >= numel else F.pad(flat, (0, numel - len(flat)))
         return {name: resize(flat) for name, flat in state.items()}, steps
     flats: dict[str, Tensor] = {}
-    for pp, tp in product(range(saved.strategy.pp), range(saved.strategy.tp)):
-        shard = empty_shard(engine.config, saved, saved.rank(Coord(pp, 0, tp)), params.data.dtype, "meta")
+    for pp, number in product(range(saved.strategy.pp), range(saved.strategy.n_shards)):
+        first, *_ = _replicas(saved, pp, number)
+        shard = empty_shard(engine.config, saved, first, params.data.dtype, "meta")
         common = {name: both for name in set(shard.names) & set(params.names)
                   if (both := intersect(shard.box(name), params.box(name)))}  # fmt: skip
         if not common:
             continue
-        state = _read_shard(saved, pp, tp, read)
+        state = _read_shard(saved, pp, number, read)
         steps = int(state.pop(STEPS, torch.zeros(1)))
         for kind, flat in state.items():
             target = flats.setdefault(kind, torch.zeros(numel, dtype=flat.dtype))
@@ -74,11 +77,18 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
     return flats, steps
 
 
-def _read_shard(saved: Layout, pp: int, tp: int, read: Read) -> dict[str, Tensor]:
+def _replicas(layout: Layout, pp: int, number: int) -> list[int]:
+    """Return the workers that hold a shard of a stage, the first replica's first."""
+    dps, tp = range(layout.strategy.dp), number % layout.strategy.tp
+    return [layout.rank(Coord(pp, dp, tp)) for dp in dps if layout.strategy.shard_number(dp, tp) == number]
+
+
+def _read_shard(saved: Layout, pp: int, number: int, read: Read) -> dict[str, Tensor]:
     """Return the flat tensors of a saved model shard; the ranges of the optimizer are concatenated."""
-    replicas = sorted(saved.rank(Coord(pp, dp, tp)) for dp in range(saved.strategy.dp))  # ranges are ordered by rank
+    holders = _replicas(saved, pp, number)
+    replicas = sorted(holders)  # ranges are ordered by rank
     parts = {rank: read(rank) for rank in replicas}
-    first = parts[saved.rank(Coord(pp, 0, tp))]
+    first = parts[holders[0]]
     state = {name: first[name] for name in (WEIGHTS, AVERAGE, STEPS) if name in first}
     ranged = [name for name in first if name not in state]
     return state | {name: torch.cat([parts[rank][name] for rank in replicas]) for name in ranged}

@@ -153,7 +153,8 @@ def _parse(text: str) -> tuple[ParallelStrategy, str]:
         return ParallelStrategy.parse(text), ""
     except ValueError as error:
         degrees = re.findall(r"([dtmp])([1-9]\d*)", text.lower())
-        return ParallelStrategy(**{AXES[letter]: int(number) for letter, number in degrees}), str(error)
+        found = {AXES[letter]: int(number) for letter, number in degrees}
+        return ParallelStrategy(found.get("dp", 1), found.get("tp", 1), found.get("pp", 1)), str(error)
 
 
 def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Requests:
@@ -259,7 +260,8 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
     for name, option in options.items():
         parallel, mesh = option.parallel, contiguous_mesh(n_workers)
         degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        strategy = ParallelStrategy(*(max(1, degree) for degree in degrees))
+        dp, tp, pp = (max(1, degree) for degree in degrees)
+        strategy = ParallelStrategy(dp, tp, pp)
         try:
             if option.device_mesh:
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)

@@ -5,7 +5,7 @@ from itertools import chain
 
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.graph import MFC, Graph
+from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Layout
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
@@ -26,10 +26,17 @@ def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
 
 
 def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with placements for the evaluation MFCs: that of the role's home, or of an MFC without a role."""
+    """Return the plan with placements for the evaluation MFCs: that of the role's home, or of an MFC without a role.
+
+    Generation has whole weights if those at home are sharded over data-parallel ranks.
+    """
     roleless = next((m for m in graph.mfcs if m.role is None), graph.mfcs[0])
-    homes = {m.name: home_mfc(graph, m.role) if m.role else roleless for m in graph.evaluation}
-    return replace(plan, placements=plan.placements | {name: plan[home.name] for name, home in homes.items()})
+    placements = {m.name: plan[home_mfc(graph, m.role).name if m.role else roleless.name] for m in graph.evaluation}
+    for m in graph.evaluation:
+        if m.kind is Kind.GENERATE:
+            whole = placements[m.name].layout.with_zero3(False)
+            placements[m.name] = replace(placements[m.name], layout=whole)
+    return replace(plan, placements=plan.placements | placements)
 
 
 def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:

@@ -7,12 +7,12 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from realhf.api.layout import Layout, ParallelStrategy
-from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
+from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, numbered_box
 
 Stages = Callable[[int], Sequence[range]]  # maps a number of pipeline stages to the layers of each stage
 ParamBox = tuple[str, Box]  # a parameter name and a box in global coordinates
 ShardCoords = tuple[tuple[int, int], ...]
-"""(pipeline rank, tensor rank) of the shards with the same box, in each data-parallel replica."""
+"""(stage, number of the shard in it) of the shards with the same box, in each replica of the weights."""
 TPSplit = tuple[tuple[int, ...], int | None, int]  # (shape, tp_dim, tp_units), which determine the sharding
 ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
 """For each pair (layer, shared_layer), the number of parameters per sharding."""
@@ -54,8 +54,9 @@ def route_copies(routes: Sequence[Route]) -> Iterator[BoxCopy]:
 def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
     """Return the boxes of a worker's shard by parameter name."""
     at, strategy = layout.coord(rank), layout.strategy
-    layers = stages(strategy.pp)[at.pp]
-    return {s.name: shard_box(s, strategy.tp, at.tp) for s in specs if s.is_in(layers)}
+    layers, number = stages(strategy.pp)[at.pp], strategy.shard_number(at.dp, at.tp)
+    boxes = {s.name: numbered_box(s, strategy.tp, strategy.n_shards, number) for s in specs if s.is_in(layers)}
+    return {name: box for name, box in boxes.items() if box is not None}
 
 
 def plan_realloc(
@@ -73,7 +74,7 @@ def plan_realloc(
     for spec in specs:
         held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
         needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
-        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
+        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, _cuts(src.strategy), _cuts(dst.strategy))
         for holding, needing, box in boxes:
             shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
             groups.setdefault(shards, []).append((spec.name, box))
@@ -85,8 +86,8 @@ def plan_realloc(
 
 def coord_ranks(layout: Layout, shards: ShardCoords) -> list[int]:
     """Return the workers that hold these shards in all replicas. Optimized, since a search calls it very often."""
-    ranks, (dp, tp) = layout.mesh.ranks, (layout.strategy.dp, layout.strategy.tp)
-    return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in shards]
+    ranks, (n, size) = layout.mesh.ranks, (layout.strategy.n_replicas, layout.strategy.n_shards)
+    return [ranks[(p * n + replica) * size + number] for replica in range(n) for p, number in shards]
 
 
 def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
@@ -108,24 +109,32 @@ def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst
     sizes: TransferSizes = {}
     for (held_by, needed_by, splits), n_layers in n_equal.items():
         for split, n in splits:
-            for holding, needing, box in _intersections(*split, src.tp, dst.tp):
+            for holding, needing, box in _intersections(*split, _cuts(src), _cuts(dst)):
                 shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
                 numel, n_parts = sizes.get(shards, (0, 0))
                 sizes[shards] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
     return sizes
 
 
+def _cuts(strategy: ParallelStrategy) -> tuple[int, int]:
+    return strategy.tp, strategy.n_shards
+
+
 @lru_cache(maxsize=4096)
 def _intersections(
-    shape: tuple[int, ...], tp_dim: int | None, tp_units: int, src_tp: int, dst_tp: int
+    shape: tuple[int, ...], tp_dim: int | None, tp_units: int, src: tuple[int, int], dst: tuple[int, int]
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...], Box], ...]:
-    """Return (source tensor ranks, destination tensor ranks, box) for all intersections of two shardings."""
+    """Return (numbers of source shards, of destination shards, box) for all intersections of two shardings.
+
+    ``src`` and ``dst`` are their numbers of tensor-parallel ranks and of shards.
+    """
     spec = ParamSpec("", shape, 0, tp_dim, tp_units)
     held: dict[Box, list[int]] = {}
     needed: dict[Box, list[int]] = {}
-    for boxes, tp in ((held, src_tp), (needed, dst_tp)):
-        for t in range(tp):
-            boxes.setdefault(shard_box(spec, tp, t), []).append(t)
+    for boxes, (tp, n_shards) in ((held, src), (needed, dst)):
+        for number in range(n_shards):
+            if (box := numbered_box(spec, tp, n_shards, number)) is not None:
+                boxes.setdefault(box, []).append(number)
     return tuple(
         (tuple(holding), tuple(needing), part)
         for src_box, holding in held.items()

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
@@ -36,6 +36,7 @@ from realhf.plan.cost.speed import (
     stage_shards,
 )
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
+from realhf.plan.cost.zero import NO_LAYERS, LayerCollectives, layer_numels
 
 NO_COST = Cost(0.0, 0.0)
 VERIFIER = "verifier"  # the interface that judges responses
@@ -180,8 +181,13 @@ class CostModel:
         n, counts = len(stages), Counter(works)
         times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
+        if (layers := self._layer_collectives(mfc, placement.layout, stages)) is not None:
+            shards = [shard for shard, _ in stages]
+            busy += len(works) * sum(c.total(shard.n_blocks, trains) for c, shard in zip(layers, shards, strict=True))
+            times = {work: [c.overlapped(f, b, shard.n_blocks) for c, shard, (f, b) in zip(layers, shards, of_stages,
+                     strict=True)] for work, of_stages in times.items()}  # fmt: skip
         if n == 1:
-            return Cost(busy, busy * tp)
+            return Cost(sum(count * sum(times[work][0]) for work, count in counts.items()), busy * tp)
         sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in counts}
         if len(counts) == 1:
             forward, backward = zip(*times[works[0]], strict=True)
@@ -193,10 +199,29 @@ class CostModel:
             seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
         return Cost(seconds, busy * tp)
 
+    def _layer_collectives(self, mfc: MFC, layout: Layout, stages: Stages) -> list[LayerCollectives] | None:
+        """Return the collectives of each stage's layers in a pass; None without ZeRO-2 and ZeRO-3."""
+        assert mfc.role is not None
+        role, strategy = self.roles[mfc.role], layout.strategy
+        stage = role.zero_stage(strategy)
+        if stage == 1 or (stage == 2 and not mfc.is_train):
+            return None
+        numels, found = layer_numels(self.models[mfc.role], strategy.tp, strategy.pp), list[LayerCollectives]()
+        for (_, ranks), of_stage in zip(stages, numels, strict=True):
+            replicas = layout.axis("dp", ranks[0])
+            gathered = of_stage.map(partial(self._collective, CollectiveKind.ALL_GATHER, replicas, itemsize(role)))
+            reduced = of_stage.map(partial(self._collective, CollectiveKind.REDUCE_SCATTER, replicas, 4))
+            found.append(LayerCollectives(gathered if stage == 3 else NO_LAYERS, reduced))
+        return found
+
+    def _collective(self, kind: CollectiveKind, ranks: Sequence[int], size: int, numel: float) -> float:
+        return self.speed.collective(kind, size * numel, ranks) if numel else 0.0
+
     def _update(self, mfc: MFC, placement: Placement, replicas: Sequence[Rows]) -> float:
         """Seconds of an optimizer step after the passes of a mini-batch, on the slowest stage."""
         role, stages, backward = self._role(mfc, placement), self._stages(mfc, placement, 0), list[float]()
-        if overlaps_grad_reduce(role, placement.layout.strategy):
+        strategy = placement.layout.strategy
+        if overlaps_grad_reduce(role, strategy) and role.zero_stage(strategy) == 1:
             # the replica with most tokens is the last to have the gradients of a bucket
             rows = max(replicas, key=lambda rows: sum(rows[1]))
             works = mfc_works(mfc, stages[0][0].model, placement, rows, self.workload, self.share_prompts)
@@ -209,7 +234,10 @@ class CostModel:
     def _stage_update(
         self, role: RoleSpec, layout: Layout, stage: int, shard: StageShard, group: Sequence[int], backward_s: float
     ) -> float:
-        """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
+        """Reduce-scatter gradients, update a range per replica, all-gather weights.
+
+        With ZeRO-2 gradients are reduced in the passes; with ZeRO-3 the share that is updated is all that is stored.
+        """
         strategy = layout.strategy
         numel = shard_numels(shard.model, strategy.tp, strategy.pp)[stage]
         replicas = layout.axis("dp", group[0])
@@ -217,8 +245,10 @@ class CostModel:
         if role.spec.optimizer.offload is True:  # copies in both directions overlap
             nbytes = numel // strategy.dp * optimizer_bytes(role)
             seconds = max(seconds, self.speed.host_copy(nbytes))
-        if strategy.dp > 1:
+        zero_stage = role.zero_stage(strategy)
+        if strategy.dp > 1 and zero_stage == 1:
             seconds += reduction_seconds(self.speed, shard, role, strategy, stage, numel, replicas, backward_s)
+        if strategy.dp > 1 and zero_stage < 3:
             seconds += self.speed.collective(CollectiveKind.ALL_GATHER, itemsize(role) * numel, replicas)
         # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)

@@ -30,6 +30,7 @@ from realhf.plan.cost.speed import (
     stage_shards,
 )
 from realhf.plan.cost.traffic import realloc_ring_bytes
+from realhf.plan.cost.zero import layer_numels
 
 OPTIMIZER_CHUNK_NUMEL = 1 << 24  # of two chunks of offloaded state (models/engine/optimizer_offload.py)
 SERVER_BYTES = 1e9  # a vLLM process without weights and cache, measured on a CPU
@@ -83,8 +84,11 @@ class MemoryModel:
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the parameters that a role owns per device at the largest stage."""
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        return float(numel * itemsize(self.roles[role]))
+        return self._stored_numel(role, strategy) * itemsize(self.roles[role])
+
+    def _stored_numel(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the number of parameters that a role owns per device at the largest stage."""
+        return max(shard_numels(self.models[role], strategy.tp, strategy.pp)) * strategy.n_replicas / strategy.dp
 
     def base(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
@@ -112,13 +116,14 @@ class MemoryModel:
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
         weights += self.base(role, strategy) if with_base else 0.0
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
-            weights += 4 * numel  # a float32 master of the moving average
+            weights += 4 * self._stored_numel(role, strategy)  # a float32 master of the moving average
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
         state = numel / strategy.dp * optimizer_bytes(self.roles[role])
         if self.roles[role].with_choices(saving).spec.optimizer.offload:
             state = 0.0
-        return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
+        has_share = self.roles[role].zero_stage(strategy) > 1
+        return Bytes(weights=weights, gradients=4 * numel / (strategy.dp if has_share else 1), optimizer=state)
 
     def transient(
         self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], home_layout: Layout | None
@@ -136,7 +141,8 @@ class MemoryModel:
                 borrowed = self.model(mfc.role, strategy)
             return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
-        common = Bytes(borrowed=borrowed, buffers=largest_product_nbytes(config, strategy.tp, shards[0].itemsize))
+        buffers = largest_product_nbytes(config, strategy.tp, shards[0].itemsize) + self._layers(mfc, strategy)
+        common = Bytes(borrowed=borrowed, buffers=buffers)
         match mfc.kind:
             case Kind.TRAIN:
                 rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
@@ -154,6 +160,20 @@ class MemoryModel:
                 if self.share_prompts and shards[0].is_fused:  # it keeps packed copies of the weights
                     needed += Bytes(buffers=self.model(mfc.role, strategy))
                 return common + needed
+
+    def _layers(self, mfc: MFC, strategy: ParallelStrategy) -> float:
+        """Return the bytes of the layers that a pass has in memory with ZeRO-2 or ZeRO-3 (models/zero).
+
+        Weights: one layer and the message with the next one. Gradients: of one layer, and what is being reduced.
+        """
+        assert mfc.role is not None
+        role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy.tp, strategy.pp)
+        stage, nbytes = role.zero_stage(strategy), 0.0
+        if stage == 3:
+            nbytes += itemsize(role) * max(layers.largest + layers.block for layers in stages)
+        if stage > 1 and mfc.is_train:
+            nbytes += 2 * 4 * max(layers.largest for layers in stages)
+        return nbytes
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""

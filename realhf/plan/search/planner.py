@@ -17,6 +17,7 @@ from realhf.plan.compile.check import layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
+from realhf.plan.compile.zero import with_zero3, zero3_layout
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.call_costs import CallCosts
 from realhf.plan.search.candidates import Candidate, Candidates
@@ -192,8 +193,16 @@ class Planner:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
         return self.calls.memory.devices(plan, rows)
 
+    def with_zero3(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan of given layouts with ZeRO-3 in those calls that have it by the options of their roles."""
+        return with_zero3(plan, self.graph, self.calls.cost.roles)
+
+    def _candidate(self, mfc: MFC, layout: Layout, share: float) -> Candidate:
+        """Return a call's candidate in a layout, which is ZeRO-3's if the options of its role request it."""
+        return self.calls.of(mfc, zero3_layout(mfc, layout, self.calls.cost.roles), share)
+
     def _plan_of(self, chosen: Layouts, share: float) -> ExecutionPlan:
-        placements = {m.name: self.calls.of(m, chosen[m.name], share).placement for m in self.graph.mfcs}
+        placements = {m.name: self._candidate(m, chosen[m.name], share).placement for m in self.graph.mfcs}
         return ExecutionPlan(self.n_workers, placements)
 
     def _fits(self, chosen: Layouts, share: float) -> bool:
@@ -201,7 +210,7 @@ class Planner:
         try:
             if len(chosen) == len(self.graph.mfcs):
                 return self.fits(self._plan_of(chosen, share))
-            alone = (self.calls.of(self.graph[name], layout, share) for name, layout in chosen.items())
+            alone = (self._candidate(self.graph[name], layout, share) for name, layout in chosen.items())
             return all(candidate.bytes <= share * self.calls.capacity for candidate in alone)
         except ValueError:  # the profile lacks a layout
             return False
@@ -213,7 +222,9 @@ class Planner:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
             required = {start[mfc.name] for start in starts}
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
-            for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *required]):
+            possible = (zero3_layout(mfc, layout, self.calls.cost.roles)
+                        for layout in layouts(self.n_workers, self.cluster.node_size, config))  # fmt: skip
+            for layout in dict.fromkeys([*possible, *required]):
                 with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
             chosen = [c for some in by_mesh.values() for c in self._select(mfc, some, required, share)]

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from realhf.api.config import OptimizerType
-from realhf.api.config.choices import Recompute
+from realhf.api.config.choices import Backend, Recompute
 from realhf.api.config.model import ModelSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
 from realhf.plan.search.planner import Planner
 
 Step = Callable[[Planner], Planner]
-MODEL_OPTIONS = ("bf16", "gradient_checkpointing", "recompute_granularity", "offload")
+MODEL_OPTIONS = ("bf16", "gradient_checkpointing", "recompute_granularity", "offload", "zero_stage")
 MAX_NODE_SIZE, MAX_WORKER_FACTOR = 8, 64  # largest suggested node; largest suggested multiple of the workers
 
 
@@ -70,6 +70,16 @@ def offload_optimizers(planner: Planner) -> Planner:
     return planner if planner.calls.memory.device == "cpu" else _with_models(planner, changed)
 
 
+def share_weights(planner: Planner) -> Planner:
+    """Share weights and gradients of trained models without adapters among data-parallel ranks."""
+
+    def changed(name: str, spec: ModelSpec) -> ModelSpec:
+        is_native = spec.backend is Backend.native and not spec.lora.rank
+        return replace(spec, zero_stage=3) if is_native and planner.graph.trainer(name) is not None else spec
+
+    return _with_models(planner, changed)
+
+
 def use_bf16(planner: Planner) -> Planner:
     return _with_models(planner, lambda _, spec: replace(spec, bf16=True))
 
@@ -77,8 +87,8 @@ def use_bf16(planner: Planner) -> Planner:
 MICRO_BATCHING = (smallest_micro_batches, fewest_sequences)
 """Steps that only matter if the planner does not choose micro-batches."""
 SAME_NUMERICS: tuple[Step, ...] = (smallest_micro_batches, recompute_selectively, recompute_fully, fewest_sequences,
-                                   offload_frozen_models, offload_optimizers)  # fmt: skip
-"""Steps that keep the numerics of a run, from cheap to dear. Sharding of weights over replicas belongs at the end."""
+                                   offload_frozen_models, offload_optimizers, share_weights)  # fmt: skip
+"""Steps that keep the numerics of a run, from cheap to dear."""
 
 
 def with_caps(planner: Planner, caps: Mapping[str, int]) -> Planner:
@@ -134,7 +144,7 @@ def changed_options(before: Planner, after: Planner, num_seqs_option: str) -> li
     """Return the options, as ``key=value``, by which the planner ``after`` differs from ``before``."""
     old, new = before.calls, after.calls
     words = []
-    for option in (*MODEL_OPTIONS[:3], "optimizer.offload", MODEL_OPTIONS[3]):
+    for option in (*MODEL_OPTIONS[:3], "optimizer.offload", *MODEL_OPTIONS[3:]):
         for name, role in new.cost.roles.items():
             was, now = (_value(of.cost.roles[name].spec, option) for of in (old, new))
             if was != now and role.starts_as is None:

@@ -40,9 +40,11 @@ def context_of(layout: Layout, rank: int) -> ParallelContext:
     return ParallelContext(layout, rank, DEVICE, groups, directed=make_directed_groups(60.0))
 
 
-def engine_of(layout: Layout, rank: int, trained: bool, config: ModelConfig = CONFIG) -> NativeEngine:
+def engine_of(
+    layout: Layout, rank: int, trained: bool, config: ModelConfig = CONFIG, zero_stage: int = 1
+) -> NativeEngine:
     spec = ModelSpec(init_from_scratch=True, optimizer=OptimizerConfig(lr=1e-3), overlap_grad_reduce=True,
-                     tp_overlap=True)  # fmt: skip
+                     tp_overlap=True, zero_stage=zero_stage)  # fmt: skip
     context = context_of(layout, rank)
     return build_engine(config, RoleSpec(spec), context, trained, True, 3, 10, (1,), None)
 
@@ -56,11 +58,11 @@ def loss(outputs: Outputs, batch: SequenceBatch) -> Loss:
     return Loss(-outputs.logprobs().sum(), {})
 
 
-def train(layout: Layout, counts: Sequence[int], config: ModelConfig = CONFIG) -> Job:
+def train(layout: Layout, counts: Sequence[int], config: ModelConfig = CONFIG, zero_stage: int = 1) -> Job:
     """Make a training step per number of micro-batches: 1F1B, the sum of shared gradients, the sharded optimizer."""
 
     def job(rank: int, world: int) -> None:
-        engine = engine_of(layout, rank, True, config)
+        engine = engine_of(layout, rank, True, config, zero_stage)
         for n in counts:
             replace(engine, micro_batching=MicroBatching(n)).train(rows(n), loss, 2.0 * n)
 

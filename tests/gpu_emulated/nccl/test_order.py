@@ -110,6 +110,16 @@ def test_replicas_without_rows_reduce_in_the_same_order(recorder: Recorder) -> N
         executed(recorder, len(layout.mesh.ranks), programs.train_with_limit(layout))
 
 
+@pytest.mark.usefixtures("small_reductions")
+@pytest.mark.parametrize("text", ["d3", "d2t2", "d2p2", "d3z3", "d2t2z3", "d2p2z3"])
+def test_layers_are_gathered_and_reduced_in_the_same_order(text: str, recorder: Recorder) -> None:  # noqa: F811
+    """Of ZeRO-2 and ZeRO-3, beside messages between stages and collectives of tensor parallelism."""
+    layout = layout_of(text)
+    world, n = len(layout.mesh.ranks), 2 * layout.strategy.pp
+    executed(recorder, world, programs.train(layout, [n, 2 * n + 1], zero_stage=2))
+    executed(recorder, world, programs.infer(layout, [n]))
+
+
 REALLOCATIONS = [
     (layout_of("d1"), layout_of("p4")),
     (layout_of("p4"), layout_of("d4", (3, 2, 1, 0))),

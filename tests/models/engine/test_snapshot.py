@@ -21,12 +21,12 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.transformer import Transformer
 from realhf.plan.compile.realloc import shard_boxes
 
-STRATEGIES = {"d1": (1, 1, 1), "d2": (2, 1, 1), "t2": (1, 2, 1), "p2": (1, 1, 2), "d2t2": (2, 2, 1), "t2p2": (1, 2, 2)}
+STRATEGIES = ("d1", "d2", "t2", "p2", "d2t2", "t2p2", "d3z3", "d2t2z3", "d2p2z3")
 KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
 
 
 def layout_of(name: str) -> Layout:
-    strategy = ParallelStrategy(*STRATEGIES[name])
+    strategy = ParallelStrategy.parse(name)
     return Layout(DeviceMesh(tuple(reversed(range(strategy.world)))), strategy)  # groups are ordered by rank
 
 
@@ -36,7 +36,7 @@ def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngi
     specs = param_specs(config)
     boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    params = FlatParams([s for s in specs if s.name in boxes], boxes, dtype, "cpu", pad_to=layout.strategy.dp)
+    params = FlatParams([s for s in specs if s.name in boxes], boxes, dtype, "cpu", pad_to=layout.strategy.n_replicas)
     groups = {ranks: Group(ranks, rank) for axis in ("dp", "tp", "pp") if len(ranks := layout.axis(axis, rank)) > 1}
     context = ParallelContext(layout, rank, groups=groups)
     model = Transformer(config, params, False, context.group("tp"), True)
@@ -102,3 +102,11 @@ def test_replicas_save_disjoint_tensors(actor_folder: Path) -> None:
     assert "weights" in found[writer] and "weights" not in found[1 - writer]
     assert len(found[0]["first"]) == len(found[1]["first"]) == len(found[writer]["weights"]) // 2
     assert "master" not in found[0], "float32 weights are their own master"
+
+
+def test_workers_of_a_zero3_layout_save_disjoint_weights(actor_folder: Path) -> None:
+    layout = layout_of("d3z3")
+    found = {rank: snapshot(trained(actor_folder, layout, rank, True, False)) for rank in layout.mesh.ranks}
+    sizes = [len(state["weights"]) for state in found.values()]
+    assert sum(sizes) == sum(spec.numel for spec in param_specs(read_hf_config(actor_folder, scalar_head=False)))
+    assert all(len(state[kind]) == len(state["weights"]) for state in found.values() for kind in ("first", "master"))

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, box_numel, box_shape, intersect, relative
+from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, numbered_box, relative
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
@@ -21,6 +23,7 @@ STRATEGIES = [
     ParallelStrategy(dp, tp, pp)
     for pp in STAGES for tp in range(1, 9) for dp in range(1, 9) if dp * tp * pp <= 8
 ]  # fmt: skip
+SHARDED = [strategy.with_zero3(True) for strategy in STRATEGIES if strategy.dp > 1]
 
 
 def stages(pp: int) -> tuple[range, ...]:
@@ -67,6 +70,35 @@ def test_all_pairs_of_layouts(src: ParallelStrategy) -> None:
     for dst in STRATEGIES:
         for here, there in meshes(src.world, dst.world):
             check(Layout(DeviceMesh(tuple(here)), src), Layout(DeviceMesh(tuple(there)), dst))
+
+
+@given(st.data())
+def test_zero3_at_the_lower_bound(data: st.DataObject) -> None:
+    """Random meshes; some ranks have nothing of a parameter with fewer elements than ranks."""
+    pairs = st.tuples(st.sampled_from(SHARDED), st.sampled_from(STRATEGIES + SHARDED))
+    layouts = []
+    for strategy in data.draw(pairs.flatmap(st.permutations)):
+        ranks = data.draw(st.permutations(range(data.draw(st.integers(8, 10)))))[: strategy.world]
+        layouts.append(Layout(DeviceMesh(tuple(ranks)), strategy))
+    check(*layouts)
+
+
+def test_every_element_is_in_one_share() -> None:
+    """Also of few experts, which are cut inside, and of a scalar head."""
+    for spec in (
+        *SPECS,
+        ParamSpec("experts", (2, 5, 3), 1, 1, 5),
+        ParamSpec("head", (1, 6), 4),
+        ParamSpec("b", (2,), 1),
+    ):
+        for tp, n in ((1, 2), (1, 4), (2, 3), (3, 5)):
+            if spec.tp_dim is None or tp <= spec.tp_units:
+                counts = np.zeros(spec.shape)
+                for number in range(tp * n):
+                    if box := numbered_box(spec, tp, tp * n, number):
+                        counts[tuple(slice(*side) for side in box)] += 1
+                assert (counts == (1 if spec.tp_dim is not None else tp)).all(), (spec, tp, n)
+    assert numbered_box(ParamSpec("experts", (2, 5, 30), 1, 1, 5), 1, 10, 9) == ((0, 2), (0, 5), (27, 30))
 
 
 def test_meshes_in_any_order() -> None:

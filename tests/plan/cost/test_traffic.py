@@ -13,7 +13,7 @@ from realhf.plan.cost.speed import Traffic
 from realhf.plan.cost.traffic import RING_BYTES, realloc_traffic, ring_bytes_of, traffic_of, transfer_traffic
 from tests.plan.compile.test_realloc import CONFIG
 
-STRATEGIES = ("d1", "d2", "d4", "t2", "t4", "p2", "p3", "d2t2", "t2p2")
+STRATEGIES = ("d1", "d2", "d4", "t2", "t4", "p2", "p3", "d2t2", "t2p2", "d4z3", "d2t2z3", "d2p2z3")
 
 
 def layout(text: str, start: int = 0) -> Layout:

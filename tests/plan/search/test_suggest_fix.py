@@ -23,7 +23,7 @@ def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **option
 def fixed(planner: Planner, text: str = "d4") -> ExecutionPlan:
     """The plan of ``allocation_mode=d4`` with the configured micro-batching."""
     limits = planner.calls.limits
-    return ExecutionPlan(planner.n_workers, {n: Placement(layout(text), limits[n]) for n in limits})
+    return planner.with_zero3(ExecutionPlan(planner.n_workers, {n: Placement(layout(text), limits[n]) for n in limits}))
 
 
 def peak(planner: Planner, plan: ExecutionPlan) -> float:
@@ -73,6 +73,8 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
                 changes["optimizer"] = OptimizerConfig(offload=True)
             case _, "offload":
                 offloaded.append(owner)
+            case _, "zero_stage":
+                changes[option] = int(value)
             case "n_nodes", _:
                 n_workers = int(value) * int(dict(given)["n_gpus_per_node"])
             case "n_gpus_per_node", _:
@@ -167,3 +169,15 @@ def test_a_fix_is_minimal() -> None:
         rest = [word for word in words if word.partition("=")[0].partition(".")[2] != kind]
         changed, plan = applied(planner, " ".join(rest))
         assert not changed.fits(plan), kind
+
+
+def test_shares_of_weights_and_gradients_help_where_these_take_the_memory() -> None:
+    """Rows are short, so that activations and caches are small."""
+
+    def short_rows(usable: float) -> Planner:
+        hardware = replace(TOY, memory=usable / (1 - MEMORY_RESERVE_FRACTION))
+        return ppo_planner(4, hardware, WIDE, 8)
+
+    needed = peak(short_rows(1e12), fixed(short_rows(1e12)))
+    words = suggest_fix(short_rows(0.8 * needed), fixed, "slots")
+    assert words == "it fits with actor.zero_stage=3 critic.zero_stage=3"
