@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.plan.cost.hardware import read_hardware
+from realhf.plan.machines.hardware import read_hardware
 
 REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 GROUPS = Path("/sys/fs/cgroup/memory")

@@ -24,10 +24,10 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.realloc import plan_realloc
 from realhf.plan.cost.cost import CostModel
-from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.lengths import FixedLengths, LengthDistribution, LogNormalLengths, representative_lengths
+from realhf.plan.machines.hardware import read_hardware
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import CppEvaluator, evaluator
 from realhf.plan.search.evaluate import PythonEvaluator

@@ -23,9 +23,9 @@ from realhf.api.config.choices import Recompute
 from realhf.api.machine import Hardware, Link
 from realhf.api.model_config import Lora, ModelConfig
 from realhf.arch.param_specs import stage_layers
-from realhf.plan.cost.hardware import read_hardware
-from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Work, shard_numels
+from realhf.plan.machines.hardware import read_hardware
+from realhf.plan.machines.roofline import Roofline
 
 POINTS = Path(__file__).with_name("published_performance.jsonl")
 MACHINES = {"a100-80g": "a100", "h100": "h100"}

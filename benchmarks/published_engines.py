@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from realhf.plan.cost.engine_traits import EngineTraits
+from realhf.plan.machines.engine_traits import EngineTraits
 
 
 @dataclass(frozen=True)

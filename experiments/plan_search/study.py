@@ -20,9 +20,9 @@ from realhf.api.model_config import ModelConfig
 from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.cost.cost import CostModel
-from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
+from realhf.plan.machines.hardware import read_hardware
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.timeline import Prediction

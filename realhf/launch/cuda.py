@@ -11,7 +11,7 @@ from pathlib import Path
 from realhf.api.config import ExperimentConfig, Mode
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
-from realhf.plan.cost.gpu_kinds import GPU
+from realhf.plan.machines.gpu_kinds import GPU
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

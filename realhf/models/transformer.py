@@ -377,13 +377,9 @@ class Transformer:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def logprobs(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        temperature: float = 1.0,
+        self, hidden: Tensor, tokens: Tensor, lengths: Sequence[int], temperature: float = 1.0,
         prev_index: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first token.
 
         ``prev_index`` (``[T]`` int64) is each token's predecessor (-1: none), by default the adjacent token of its row.

@@ -8,7 +8,7 @@ import pytest
 
 from realhf.api.config import GenerationConfig
 from realhf.models.engine.native import NativeEngine
-from realhf.plan.cost.roofline import LAUNCHES
+from realhf.plan.machines.roofline import LAUNCHES
 from tests.gpu_emulated.conftest import FAMILIES
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda

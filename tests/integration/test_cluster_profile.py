@@ -14,9 +14,9 @@ from realhf.api.experiment import RoleSpec
 from realhf.apps.prepare.planning import machine_of
 from realhf.apps.profiles.profile_file import read_profile
 from realhf.arch.hf_config import read_hf_config
-from realhf.plan.cost.mixed_speed import MixedSpeed
-from realhf.plan.cost.profile import message_counts
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.mixed_speed import MixedSpeed
+from realhf.plan.machines.profile import message_counts
 from tests.conftest import TIMEOUT_S, reset_signals
 from tests.integration.conftest import PROGRAM, REPOSITORY
 from tests.integration.test_slurm import left, worker_pid

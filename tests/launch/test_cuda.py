@@ -20,7 +20,7 @@ from realhf.launch.cuda import (
     visible_devices,
     worker_device,
 )
-from realhf.plan.cost.gpu_kinds import GPU
+from realhf.plan.machines.gpu_kinds import GPU
 
 Host = Callable[[int], None]
 

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from realhf.api.config import Recompute
 from realhf.models.engine.native import NativeEngine
-from realhf.plan.cost.roofline import recomputed_numel, saved_activation_numel
+from realhf.plan.machines.roofline import recomputed_numel, saved_activation_numel
 from tests.models.engine.tiny_engine import engine_on, rows_of
 from tests.models.tiny_models import hf_model
 

@@ -40,10 +40,10 @@ from realhf.apps.view.sweep_view import sweep_svg, sweep_table
 from realhf.apps.view.tables import Listing, render_page
 from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
+from realhf.plan.advice.goals import Goal
+from realhf.plan.advice.throughput import Economy
 from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.plan_text import SUFFIX
-from realhf.plan.search.goals import Goal
-from realhf.plan.search.throughput import Economy
 from realhf.plan.search.timeline import Prediction
 from realhf.system.metrics.telemetry import Telemetry
 

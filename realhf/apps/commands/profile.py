@@ -23,7 +23,7 @@ from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.launch import launch_problems, missing
 from realhf.launch.slurm_job import follow, log_file, script, submit
-from realhf.plan.cost.profile import Fit, Profile
+from realhf.plan.machines.profile import Fit, Profile
 
 USAGE = """usage: realhf profile [model=FOLDER_OR_CONFIG[,...]] [key=value ...]
 

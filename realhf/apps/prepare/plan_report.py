@@ -9,11 +9,11 @@ from realhf.api.experiment import Experiment
 from realhf.api.graph import Graph
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, SearchOutcome, plan_for_mode, replan
+from realhf.plan.advice.suggest_fix import out_of_memory_message
+from realhf.plan.advice.throughput import Economy, economy, step_work
 from realhf.plan.compile.allocate import PLANNED, allocate, micro_batching
 from realhf.plan.compile.plan_text import plan_text
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import out_of_memory_message
-from realhf.plan.search.throughput import Economy, economy, step_work
 from realhf.plan.search.timeline import Prediction
 
 

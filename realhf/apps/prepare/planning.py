@@ -25,18 +25,18 @@ from realhf.data.order import rows_at
 from realhf.environments.loading import is_async_class
 from realhf.launch import launches_elsewhere
 from realhf.launch.cuda import first_gpu
+from realhf.plan.advice.goals import Goal, least_memory
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.cost import VERIFIER, CostModel
-from realhf.plan.cost.gpu_kinds import NEAREST, GPUMatch, match_gpu
-from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.lengths import FixedLengths, LengthDistribution, describe_lengths, representative_lengths
+from realhf.plan.machines.gpu_kinds import NEAREST, GPUMatch, match_gpu
+from realhf.plan.machines.hardware import read_hardware
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
-from realhf.plan.search.goals import Goal, least_memory
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.search import StopReason
 from realhf.rewards.registry import fns_of, is_remote

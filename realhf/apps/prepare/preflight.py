@@ -34,12 +34,12 @@ from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
+from realhf.plan.advice.goals import Goal
 from realhf.plan.compile.allocate import allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
 from realhf.plan.fingerprint import ACCEPTABLE
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
-from realhf.plan.search.goals import Goal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,9 @@ from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.apps.prepare.plan_report import PlanReport
 from realhf.apps.prepare.preflight import Findings, pick_device, plan_report
 from realhf.base.errors import UserError, did_you_mean
+from realhf.plan.advice.goals import Goal
 from realhf.plan.compile.allocate import PLANNED
-from realhf.plan.cost.hardware import read_hardware
-from realhf.plan.search.goals import Goal
+from realhf.plan.machines.hardware import read_hardware
 
 N_GPUS = "n_gpus"
 SIZES = ("n_nodes", "n_gpus_per_node")

@@ -10,10 +10,10 @@ from realhf.api.machine import Hardware
 from realhf.api.model_config import ModelConfig
 from realhf.launch import launches_elsewhere
 from realhf.plan.compile.check import strategy_problems
-from realhf.plan.cost.mixed_speed import Links, MixedSpeed, ProfiledClusterLinks, TieredLinks
-from realhf.plan.cost.processor import cores, processor_name, torch_version
-from realhf.plan.cost.profile import Profile, ProfiledMachine, ProfiledSpeed, numbers_of_workers
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
+from realhf.plan.machines.mixed_speed import Links, MixedSpeed, ProfiledClusterLinks, TieredLinks
+from realhf.plan.machines.processor import cores, processor_name, torch_version
+from realhf.plan.machines.profile import Profile, ProfiledMachine, ProfiledSpeed, numbers_of_workers
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 
 Models = Mapping[str, ModelConfig]
 Roles = Mapping[str, RoleSpec]

@@ -9,7 +9,7 @@ from pathlib import Path
 from realhf.api.codec import from_json, to_plain
 from realhf.base.atomic_io import atomic_write, try_lock
 from realhf.base.errors import UserError
-from realhf.plan.cost.profile import Fit, Profile
+from realhf.plan.machines.profile import Fit, Profile
 
 MAX_PROBLEMS = 3  # reported ones of a file
 LOCK_S = 60.0  # an update takes milliseconds

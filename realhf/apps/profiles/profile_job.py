@@ -26,7 +26,7 @@ from realhf.launch.network import host_of
 from realhf.launch.ray import RayLauncher
 from realhf.launch.slurm import SlurmLauncher
 from realhf.launch.slurm_job import LogTail
-from realhf.plan.cost.profile import Profile
+from realhf.plan.machines.profile import Profile
 
 POLL_S = 0.2
 TAIL_BYTES = 4096

@@ -6,7 +6,7 @@ from realhf.api.machine import Workload
 from realhf.apps.prepare.cadence import checkpoint_plan
 from realhf.apps.prepare.plan_report import PlanReport
 from realhf.apps.view.tables import Listing
-from realhf.plan.search.throughput import Economy
+from realhf.plan.advice.throughput import Economy
 
 
 def step_table(report: PlanReport) -> Listing:

@@ -9,10 +9,10 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.apps.prepare.plan_report import PlanReport
 from realhf.apps.view.tables import Listing, size_text
 from realhf.apps.view.timeline_svg import ranks_text
+from realhf.plan.advice.comparison import decision_text
 from realhf.plan.compile.program import compile_program
 from realhf.plan.cost.cost import VERIFIER
 from realhf.plan.cost.memory import Bytes
-from realhf.plan.search.comparison import decision_text
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.timeline import Prediction
 

@@ -13,8 +13,8 @@ from realhf.api.codec import from_json, to_json
 from realhf.base.errors import RunFailed
 from realhf.comm.process_groups import Group, destroy_process_group, init_process_group, make_groups
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
-from realhf.plan.cost.processor import cores
-from realhf.plan.cost.profile import CLUSTER, Fit, Profile, ProfiledMachine, fitted, numbers_of_workers
+from realhf.plan.machines.processor import cores
+from realhf.plan.machines.profile import CLUSTER, Fit, Profile, ProfiledMachine, fitted, numbers_of_workers
 from realhf.system.profiler import link_probes
 from realhf.system.profiler.probes import Clock, Probe, agreement, sample
 from realhf.system.profiler.profiler import (

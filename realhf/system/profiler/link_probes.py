@@ -20,9 +20,9 @@ from realhf.comm.process_groups import Group
 from realhf.comm.shared_memory import SharedMemoryPeers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
-from realhf.plan.cost.profile import message_counts, traffic_counts
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.plan.cost.traffic import traffic_of
+from realhf.plan.machines.profile import message_counts, traffic_counts
 from realhf.system.profiler.probes import Clock, Probe
 from realhf.system.transport.channel import MasterEnd, ZmqWorker
 

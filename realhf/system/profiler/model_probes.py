@@ -26,8 +26,8 @@ from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import with_gradient
-from realhf.plan.cost.profile import Point, decode_counts, pass_counts
 from realhf.plan.cost.speed import StageShard, Work
+from realhf.plan.machines.profile import Point, decode_counts, pass_counts
 from realhf.system.profiler.probes import Clock, Probe, peak_bytes
 
 BLOCKS, DEEP_BLOCKS = (1, 3), (2, 6)

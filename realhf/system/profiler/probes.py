@@ -13,7 +13,7 @@ import torch
 
 from realhf.base.host_memory import proc_field, resident_bytes, trim_heap
 from realhf.comm.process_groups import Group
-from realhf.plan.cost.profile import Counts, Point
+from realhf.plan.machines.profile import Counts, Point
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 60
 SHORT_S = 0.01

@@ -26,8 +26,9 @@ from realhf.comm.process_groups import Group, destroy_process_group, init_proces
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
-from realhf.plan.cost.processor import cores, processor_name, torch_version
-from realhf.plan.cost.profile import (
+from realhf.plan.cost.speed import CollectiveKind
+from realhf.plan.machines.processor import cores, processor_name, torch_version
+from realhf.plan.machines.profile import (
     Fit,
     Point,
     Profile,
@@ -37,7 +38,6 @@ from realhf.plan.cost.profile import (
     numbers_of_workers,
     shape_of,
 )
-from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler import link_probes
 from realhf.system.profiler.algorithm_probes import METHODS, algorithm_probes
 from realhf.system.profiler.model_probes import (

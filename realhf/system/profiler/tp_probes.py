@@ -14,8 +14,8 @@ from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.process_groups import Group
-from realhf.plan.cost.profile import Counts, Point, message_counts
 from realhf.plan.cost.speed import CollectiveKind
+from realhf.plan.machines.profile import Counts, Point, message_counts
 from realhf.system.profiler.model_probes import ProbeContext, decoding_probe, pass_probes, reduced_depths
 from realhf.system.profiler.probes import Clock, Probe, agreement, sample
 

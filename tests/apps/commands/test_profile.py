@@ -13,7 +13,7 @@ from realhf.apps.main import run
 from realhf.apps.prepare.options import updated
 from realhf.apps.profiles.profile_file import update_profile
 from realhf.base.errors import UserError
-from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
+from realhf.plan.machines.profile import Fit, Point, Profile, ProfiledMachine
 
 MACHINE = ProfiledMachine("cpu", "abacus", 2, 1)
 FIT = Fit({"call": 1e-3, "row": 0.0}, (Point({"call": 1, "row": 8}, 5e-4, 1e-3, 1.5e-3, 5),))

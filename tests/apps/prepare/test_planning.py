@@ -24,10 +24,12 @@ from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.launch import cuda
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.hardware import FOLDER
-from realhf.plan.cost.mixed_speed import MixedSpeed
-from realhf.plan.cost.processor import cores, processor_name, torch_version
-from realhf.plan.cost.profile import (
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Work
+from realhf.plan.lengths import default_lengths
+from realhf.plan.machines.hardware import FOLDER, read_hardware
+from realhf.plan.machines.mixed_speed import MixedSpeed
+from realhf.plan.machines.processor import cores, processor_name, torch_version
+from realhf.plan.machines.profile import (
     Fit,
     Profile,
     ProfiledMachine,
@@ -37,9 +39,7 @@ from realhf.plan.cost.profile import (
     pass_counts,
     shape_of,
 )
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Work
-from realhf.plan.lengths import default_lengths
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
 
 ROLES = {"model": RoleSpec(ModelSpec())}
@@ -158,9 +158,9 @@ def test_limits_are_those_of_the_gpu_of_this_machine(tmp_path: Path, monkeypatch
         (tmp_path / name).touch()
     driver = tmp_path / "nvidia-smi"
     for line, flops, source in (
-        ("NVIDIA A100-SXM4-80GB, 81920", 250e12, "the limits of a100"),
-        ("NVIDIA L4, 23034", 650e12, "the limits of h100 (NVIDIA L4 with 24.2 GB is not known, h100 is assumed; set "
-                                     "planner.hardware=FILE.yaml for its own limits)"),
+        ("NVIDIA A100-SXM4-80GB, 81920", read_hardware("a100").flops, "the limits of a100"),
+        ("NVIDIA L4, 23034", read_hardware("h100").flops, "the limits of h100 (NVIDIA L4 with 24.2 GB is not known, "
+                                     "h100 is assumed; set planner.hardware=FILE.yaml for its own limits)"),
     ):  # fmt: skip
         driver.write_text(f"#!/bin/sh\necho '{line}'\n")
         driver.chmod(0o755)
@@ -345,7 +345,7 @@ def test_allocation_modes_of_the_planner() -> None:
     for mode, rule in (("heuristic", "symmetric"), *((rule, rule) for rule in HEURISTICS)):
         config.allocation_mode = mode
         assert (
-            plan_for_mode(planner, config, planner.by_heuristic("split"))
+            plan_for_mode(planner, config, planner.by_heuristic("split"))[0]
             == planner.by_heuristic(rule)
             == replan(planner, mode, planner.by_heuristic("split"))
         )

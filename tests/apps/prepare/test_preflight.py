@@ -23,7 +23,7 @@ from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment
 from realhf.experiments.sft import SFTExperiment
-from realhf.plan.cost.hardware import read_hardware
+from realhf.plan.machines.hardware import read_hardware
 from realhf.plan.run_spec import RunSpec
 
 

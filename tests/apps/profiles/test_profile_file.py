@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from realhf.api.codec import to_json
 from realhf.apps.profiles.profile_file import read_profile, update_profile
 from realhf.base.errors import UserError
-from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
+from realhf.plan.machines.profile import Fit, Point, Profile, ProfiledMachine
 from tests.scaling import examples
 
 MACHINE = ProfiledMachine("cpu", "abacus", 2, 1, "2.13.0")

@@ -18,9 +18,9 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.arch.flops import forward_flops
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, works_of
-from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
+from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.simulate import simulate
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY, layout, ppo_planner
 from tests.scaling import examples

@@ -17,8 +17,8 @@ from realhf.api.model_config import Lora
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.cost import BatchRows
 from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory
 from realhf.plan.cost.speed import Work, shard_numels, stage_shards
+from realhf.plan.machines.roofline import AnalyticMemory
 from tests.plan.search.planners import LLAMA, layout, ppo_planner
 from tests.scaling import examples
 

@@ -10,9 +10,9 @@ from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.machine import Link
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.cost import NO_COST
-from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.plan.cost.zero import NO_LAYERS, LayerCollectives, PerLayer, layer_numels
+from realhf.plan.machines.roofline import Roofline
 from tests.plan.cost.test_cost import cost_model, seconds
 from tests.plan.cost.test_memory import NUMEL, memory_model, rows
 from tests.plan.search.planners import COMPUTE_ONLY, LLAMA, TOY, layout, ppo_planner

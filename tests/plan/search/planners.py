@@ -11,7 +11,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 

@@ -14,7 +14,7 @@ from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.plan.compile.check import layouts
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 from tests.plan.search.planners import LLAMA, TOY
@@ -32,6 +32,7 @@ def random_planner(seed: int, name: str = "", hardware: Hardware | None = None, 
     models = {role: replace(random_model(random), head="scalar" if spec.scalar_head else "lm")
               for role, spec in roles.items()}  # fmt: skip
     models |= {role: models[spec.starts_as] for role, spec in roles.items() if spec.starts_as}
+    models |= {sync.target: models[sync.source] for sync in graph.syncs}
     workload = random_workload(random, sampling is not None, experiment.samples_per_prompt())
     hardware = hardware or random_hardware(random)
     node = hardware.node_size

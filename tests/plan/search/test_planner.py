@@ -8,8 +8,8 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Hardware, Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import StageShard, Work
+from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.planner import Planner, plan_layouts
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 

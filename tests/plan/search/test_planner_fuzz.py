@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.machine import Hardware
+from realhf.plan.advice.suggest_fix import out_of_memory_message
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import out_of_memory_message
 from tests.plan.search.planners import TOY
 from tests.plan.search.random_planners import random_planner
 from tests.scaling import examples

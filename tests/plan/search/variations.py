@@ -8,7 +8,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout
 from realhf.api.machine import Hardware
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.planner import Planner
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.plan.cost.profile import ProfiledSpeed, numbers_of_workers
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.profile import ProfiledSpeed, numbers_of_workers
 from realhf.system.profiler.profiler import ProfileJob, take_profile, this_machine
 
 MODEL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)

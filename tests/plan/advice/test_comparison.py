@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.plan.search.comparison import deciding_differences, decision_text
+from realhf.plan.advice.comparison import deciding_differences, decision_text
 from realhf.plan.search.planner import Planner
 from tests.plan.search.planners import WIDE, ppo_planner
 

@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.machine import Link
 from realhf.base.errors import UserError
-from realhf.plan.cost.hardware import FOLDER, read_hardware
+from realhf.plan.machines.hardware import FOLDER, read_hardware
 
 GOOD = (FOLDER / "h100.yaml").read_text()
 MACHINES = sorted(file.stem for file in FOLDER.glob("*.yaml"))

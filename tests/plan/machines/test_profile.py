@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from realhf.api.codec import from_json, to_json
 from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.profile import (
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.profile import (
     Fit,
     Point,
     Profile,
@@ -23,7 +24,6 @@ from realhf.plan.cost.profile import (
     shape_of,
     traffic_counts,
 )
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 MODEL = ModelConfig("llama", 4, 64, 4, 2, 16, 128, 512, 1024)
 MACHINE = ProfiledMachine("cpu", "abacus", 2, 1)

@@ -9,8 +9,9 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.config.choices import Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
+from realhf.plan.advice.remedies import changed_options, share_weights
+from realhf.plan.advice.suggest_fix import out_of_memory_message, suggest_fix
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import out_of_memory_message, suggest_fix
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 
 
@@ -95,7 +96,7 @@ FIXES = {
     0.95: r"critic_train\.mb_spec\.max_tokens_per_mb=2048 actor_train\.mb_spec\.max_tokens_per_mb=2048",
     0.45: r"(\w+\.gradient_checkpointing=True ){2}(\w+\.recompute_granularity=selective ){2}(\w+\.mb_spec\.\S+ ?)+",
     0.3: r"allocation_mode=megatron",
-    0.15: r"(\w+\.gradient_checkpointing=True ){2}allocation_mode=megatron",
+    0.15: r"(\w+\.gradient_checkpointing=True ){2}.*(\w+\.zero_stage=3 ){2}(\w+\.mb_spec\.\S+ ?)+",
     0.1: r"(\w+\.gradient_checkpointing=True ){2}(\w+\.optimizer.offload=True ){2}(\w+\.offload=True )*allocation_\S+",
     0.08: r"(\w+\.gradient_checkpointing=True ){2}n_nodes=1 n_gpus_per_node=8 allocation_mode=symmetric",
     0.03: r"(\w+\.bf16=True ){4}(\S+=True )+n_nodes=2 n_gpus_per_node=8 allocation_mode=symmetric",
@@ -179,5 +180,7 @@ def test_shares_of_weights_and_gradients_help_where_these_take_the_memory() -> N
         return ppo_planner(4, hardware, WIDE, 8)
 
     needed = peak(short_rows(1e12), fixed(short_rows(1e12)))
-    words = suggest_fix(short_rows(0.8 * needed), fixed, "slots")
-    assert words == "it fits with actor.zero_stage=3 critic.zero_stage=3"
+    planner = short_rows(0.8 * needed)
+    shared = share_weights(planner)
+    assert not planner.fits(fixed(planner)) and shared.fits(fixed(shared))
+    assert changed_options(planner, shared, "slots") == ["actor.zero_stage=3", "critic.zero_stage=3"]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from realhf.api.config.choices import Recompute
 from realhf.api.machine import GROUPED_CAPABILITIES, Hardware
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.collectives import collective_seconds
-from realhf.plan.cost.engine_traits import OWN, EngineTraits
-from realhf.plan.cost.products import Product, backward_products, block_products, product_seconds
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
+from realhf.plan.machines.collectives import collective_seconds
+from realhf.plan.machines.engine_traits import OWN, EngineTraits
+from realhf.plan.machines.products import Product, backward_products, block_products, product_seconds
 
 KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8

@@ -12,14 +12,14 @@ from realhf.api.machine import Link
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
-from realhf.plan.cost.roofline import (
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.roofline import (
     KERNELS_PER_BLOCK,
     LAUNCHES,
     OPTIMIZER_BYTES,
     Roofline,
     saved_activation_numel,
 )
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
 from tests.scaling import examples
 

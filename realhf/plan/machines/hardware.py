@@ -13,7 +13,7 @@ from realhf.api.codec import from_plain
 from realhf.api.machine import ExpectedErrors, Hardware, Link
 from realhf.base.errors import UserError, did_you_mean
 
-FOLDER = Path(__file__).parents[1] / "machines"
+FOLDER = Path(__file__).parent
 NESTED: dict[str, type[Link] | type[ExpectedErrors]] = {
     "node": Link,
     "cluster": Link,

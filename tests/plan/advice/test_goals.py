@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from realhf.plan.advice.goals import SLACK, least_memory
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.search.goals import SLACK, least_memory
 from tests.plan.search.planners import TOY, WIDE, ppo_planner
 
 LARGE = replace(TOY, memory=1e11)

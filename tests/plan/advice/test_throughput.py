@@ -4,7 +4,7 @@ import pytest
 
 from realhf.api.machine import Workload
 from realhf.arch.flops import forward_flops, generate_flops, train_flops
-from realhf.plan.search.throughput import StepWork, economy, step_work
+from realhf.plan.advice.throughput import StepWork, economy, step_work
 from tests.plan.search.planners import LLAMA, ppo_planner
 
 

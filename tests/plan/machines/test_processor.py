@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from realhf.plan.cost.processor import cores, processor_name, torch_version
+from realhf.plan.machines.processor import cores, processor_name, torch_version
 
 
 def test_name_of_the_first_gpu(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.config import Recompute
-from realhf.plan.cost.mixed_speed import Links, MixedSpeed, ProfiledClusterLinks, TieredLinks
-from realhf.plan.cost.profile import (
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.mixed_speed import Links, MixedSpeed, ProfiledClusterLinks, TieredLinks
+from realhf.plan.machines.profile import (
     Fit,
     Profile,
     ProfiledMachine,
@@ -19,8 +20,7 @@ from realhf.plan.cost.profile import (
     shape_of,
     traffic_counts,
 )
-from realhf.plan.cost.roofline import AnalyticMemory, Roofline
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from tests.plan.search.planners import LLAMA, TOY
 
 NODE_SIZE = TOY.node_size

@@ -6,10 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
-from realhf.plan.search.planner import Planner
-from realhf.plan.search.remedies import (
+from realhf.plan.advice.remedies import (
     MICRO_BATCHING,
     SAME_NUMERICS,
     Step,
@@ -23,6 +20,9 @@ from realhf.plan.search.remedies import (
     with_cluster,
     with_num_seqs,
 )
+from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
+from realhf.plan.search.planner import Planner
 from realhf.plan.search.timeline import Prediction
 
 PlanFn = Callable[[Planner], ExecutionPlan]  # returns the plan that the same allocation mode gives for another planner

@@ -6,8 +6,8 @@ from math import ceil, log
 from typing import Protocol
 
 from realhf.api.config.choices import Recompute
-from realhf.plan.cost.profile import CLUSTER, Fit, Profile, ProfiledSpeed, message_counts
 from realhf.plan.cost.speed import CollectiveKind, Footprint, Speed, StageShard, Traffic, Work
+from realhf.plan.machines.profile import CLUSTER, Fit, Profile, ProfiledSpeed, message_counts
 
 ALONE = (0,)  # ranks of a shard whose collectives are priced separately
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.plan.cost.gpu_kinds import GPU, KINDS, match_gpu
-from realhf.plan.cost.hardware import FOLDER, read_hardware
+from realhf.plan.machines.gpu_kinds import GPU, KINDS, match_gpu
+from realhf.plan.machines.hardware import FOLDER, read_hardware
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.layout import Layout
-from realhf.plan.compile.check import layouts
-from realhf.plan.search.planner import Planner
-from realhf.plan.search.remedies import (
+from realhf.plan.advice.remedies import (
     SAME_NUMERICS,
     Step,
     changed_options,
@@ -18,6 +16,8 @@ from realhf.plan.search.remedies import (
     may_fit,
     with_cluster,
 )
+from realhf.plan.compile.check import layouts
+from realhf.plan.search.planner import Planner
 from tests.plan.search.planners import TOY, WIDE, ppo_planner
 
 PLANNER = ppo_planner(4, TOY, WIDE, 32)

@@ -12,7 +12,7 @@ from math import hypot, sqrt
 from realhf.api.graph import Graph, Kind
 from realhf.api.machine import ExpectedErrors
 from realhf.api.program import Compute
-from realhf.plan.cost.profile import Profile
+from realhf.plan.machines.profile import Profile
 from realhf.plan.search.timeline import Timeline
 
 SHARED_ERROR = 0.5

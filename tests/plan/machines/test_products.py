@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.plan.cost.hardware import read_hardware
-from realhf.plan.cost.products import PROLOGUE, Product, backward_products, block_products, product_seconds
-from tests.plan.cost.test_roofline import MOE
+from realhf.plan.machines.hardware import read_hardware
+from realhf.plan.machines.products import PROLOGUE, Product, backward_products, block_products, product_seconds
+from tests.plan.machines.test_roofline import MOE
 from tests.plan.search.planners import FREE, LLAMA
 from tests.scaling import examples
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.machine import Link
-from realhf.plan.cost.collectives import collective_seconds, ring_link
-from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.speed import CollectiveKind
+from realhf.plan.machines.collectives import collective_seconds, ring_link
+from realhf.plan.machines.hardware import read_hardware
 from tests.scaling import examples
 
 H100 = read_hardware("h100")
