@@ -1,6 +1,6 @@
 """Fits the constants of GPUs in realhf/plan/machines to published times, and tests them on sources left out.
 
-    python benchmarks/calibrate.py [FILE ...]
+    python -m benchmarks.calibrate [FILE ...]
 
 Three constants per kind of GPU are fitted: ``flops``, which torch's large matrix products reach, ``memory_bandwidth``,
 which all other kernels reach, and how much faster the products of engines are that tune them for each shape. Everything

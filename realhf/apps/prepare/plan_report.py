@@ -9,6 +9,7 @@ from realhf.api.experiment import Experiment
 from realhf.api.graph import Graph
 from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, SearchOutcome, plan_for_mode, replan
+from realhf.plan.advice.expected_error import difference_error, seconds_by_kind, seconds_error
 from realhf.plan.advice.suggest_fix import out_of_memory_message
 from realhf.plan.advice.throughput import Economy, economy, step_work
 from realhf.plan.compile.allocate import PLANNED, allocate, micro_batching
@@ -39,6 +40,17 @@ class PlanReport:
         """The ``allocation_mode`` that makes this plan, with the same options otherwise."""
         options = self.experiment.placements().items()
         return plan_text(self.plan, {name: micro_batching(option, self.device) for name, option in options})
+
+    @property
+    def relative_error(self) -> float:
+        """Expected relative error of the step's seconds, as a standard deviation."""
+        kinds = seconds_by_kind(self.prediction.timeline, self.graph)
+        return seconds_error(kinds, self.machine.hardware.errors) / max(self.prediction.seconds, 1e-12)
+
+    def is_equal(self, first: Prediction, second: Prediction) -> bool:
+        """Return whether two predicted steps are closer than the expected error of their difference."""
+        a, b = (seconds_by_kind(prediction.timeline, self.graph) for prediction in (first, second))
+        return abs(first.seconds - second.seconds) <= difference_error(a, b, self.machine.hardware.errors)
 
     @cached_property
     def economy(self) -> Economy:

@@ -25,6 +25,7 @@ from realhf.data.order import rows_at
 from realhf.environments.loading import is_async_class
 from realhf.launch import launches_elsewhere
 from realhf.launch.cuda import first_gpu
+from realhf.plan.advice.expected_error import measured_errors
 from realhf.plan.advice.goals import Goal, least_memory
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
@@ -120,7 +121,8 @@ def machine_of(
     if problems := profile_problems(profile, config, device, models, roles):
         return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
     speed, parts = measured_speed(profile, config, models, roles, limits.hardware)
-    hardware = replace(limits.hardware, reserved=profile.resident)
+    errors = measured_errors(profile, limits.hardware.errors)
+    hardware = replace(limits.hardware, reserved=profile.resident, errors=errors)
     return MachineModel(hardware, speed, speed, f"the profile {file}{parts}", True)
 
 

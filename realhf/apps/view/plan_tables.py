@@ -18,6 +18,7 @@ from realhf.plan.search.timeline import Prediction
 
 WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Values of ``env.workers`` and ``reward.processes`` for which steps are predicted."""
+EQUAL = " (equal within the error)"
 NEGLIGIBLE = 0.01  # gain of a step by more judge processes, below which they are enough
 
 
@@ -134,12 +135,14 @@ def _seconds(report: PlanReport) -> str:
 
 def comparison_table(report: PlanReport, results: Mapping[str, tuple[ExecutionPlan, Prediction]]) -> Listing:
     capacity = report.machine.hardware.usable
-    best = min(p.seconds for _, p in results.values())
+    best = min((p for _, p in results.values()), key=lambda p: p.seconds)
     rows = []
     for mode, (plan, p) in results.items():
         fits = "" if p.peak <= capacity else ", too large"
         busy = f"{100 * (1 - p.timeline.idle):.0f}%"
-        cells = (mode, f"{p.seconds:.4g} s", f"{p.seconds / best:.2f}", busy, size_text(p.peak) + fits)
+        equal = EQUAL if p is not best and report.is_equal(p, best) else ""
+        relative = f"{p.seconds / best.seconds:.2f}{equal}"
+        cells = (mode, f"{p.seconds:.4g} s", relative, busy, size_text(p.peak) + fits)
         rows.append((*cells, layouts_text(plan)))
     head = (
         "allocation_mode",
@@ -170,8 +173,9 @@ def why_table(report: PlanReport) -> Listing:
         cells = ("none that fits", "-", "memory")
         if best:
             changed = replace(plan, placements={**plan.placements, name: best.placement})
-            change, decides = 100 * (best.seconds / now - 1), decision_text(name, prediction, planner.predict(changed))
-            cells = (str(best.layout), f"{change:+.1f}%", decides)
+            other, change = planner.predict(changed), 100 * (best.seconds / now - 1)
+            equal = EQUAL if report.is_equal(prediction, other) else ""
+            cells = (str(best.layout), f"{change:+.1f}%{equal}", decision_text(name, prediction, other))
         rows.append((name, str(plan[name].layout), *cells))
     head = ("call", "layout", "next best with the others fixed", "step time", "what decides")
     return Listing("why", "lllrl", head, tuple(rows))
