@@ -13,6 +13,7 @@ from realhf.api.layout import Layout
 from realhf.comm import exchange
 from realhf.comm.exchange import P2PCopy, TensorSlice
 from realhf.comm.p2p import DirectedGroups
+from realhf.comm.process_groups import Group
 from realhf.models.engine import grad_reduction
 from realhf.system.profiler.link_probes import send_probes
 from realhf.system.profiler.probes import Clock
@@ -176,7 +177,7 @@ def test_the_calls_of_a_step_in_sequence(recorder: Recorder) -> None:  # noqa: F
 
 def test_the_probes_of_links(recorder: Recorder) -> None:  # noqa: F811
     def job(rank: int, world: int) -> None:
-        for probe in send_probes(rank, Clock(programs.DEVICE, 1, world)):
+        for probe in send_probes(Group((0, 1), rank), Clock(programs.DEVICE, 1, world)):
             probe.run()
 
     assert executed(recorder, 2, job) == {(0, 1)}
