@@ -24,6 +24,15 @@ BAND = 1.1
 QUICK = 3
 
 
+def order_change(planner: Planner) -> float:
+    """Return the factor by which a faster machine may be slower.
+
+    With rollouts ahead, shorter calls can change the order in which calls wait for a worker, and a list schedule with
+    another order may be longer (Graham 1969, "Bounds on multiprocessing timing anomalies").
+    """
+    return 1.15 if planner.max_staleness else ROUNDING
+
+
 def check_plan(seed: int) -> None:
     """Check the variations under which a plan stays valid."""
     planner, random = random_planner(seed), Random(seed)
@@ -31,11 +40,11 @@ def check_plan(seed: int) -> None:
     seconds = planner.predict(plan).seconds
     for name, change in FASTER.items():
         faster = on(planner, change(planner.calls.hardware)).predict(plan).seconds
-        assert faster <= seconds * ROUNDING, (seed, name)
-    assert with_longer_rows(planner, random).predict(plan).seconds >= seconds / ROUNDING, seed
+        assert faster <= seconds * order_change(planner), (seed, name)
+    assert with_longer_rows(planner, random).predict(plan).seconds >= seconds / order_change(planner), seed
     for name in removable(planner.graph):
         fewer, rest = without(planner, plan, name)
-        assert fewer.predict(rest).seconds <= seconds * ROUNDING, (seed, name)
+        assert fewer.predict(rest).seconds <= seconds * order_change(planner), (seed, name)
     renamed = planner.predict(renumbered(planner, plan, random)).seconds
     assert renamed == pytest.approx(seconds, rel=1e-9), seed
     larger = with_another_node(planner).predict(plan).seconds  # a node of CPU workers adds cores
@@ -56,7 +65,8 @@ def check_search(seed: int, n_plans: int) -> None:
     changed: dict[str, Planner] = {"nodes": with_another_node(planner)}
     changed |= {name: on(planner, change(planner.calls.hardware)) for name, change in FASTER.items()}
     for name in ("nodes", random.choice([*FASTER])):
-        assert changed[name].search(seed, starts=[found.plan]).seconds <= found.seconds * ROUNDING, (seed, name)
+        better = changed[name].search(seed, starts=[found.plan]).seconds
+        assert better <= found.seconds * order_change(planner), (seed, name)
 
 
 @pytest.mark.parametrize("seed", range(4 * QUICK))
