@@ -143,8 +143,9 @@ class Candidates:
     def _longest(self, mfc: MFC, rows: Sequence[BatchRows]) -> list[BatchRows]:
         """Return the replicas that may be the slowest in generation: with the most tokens, and the longest response."""
         sampled = {replica: self.cost.sampled(mfc, replica) for replica in rows if replica.ids}
-        most = max(sampled, key=lambda replica: sum(replica.lengths) + sum(sampled[replica]))
-        longest = max(sampled, key=lambda replica: (max(sampled[replica]), sum(sampled[replica])))
+        tokens = {replica: sum(replica.lengths) + sum(responses) for replica, responses in sampled.items()}
+        most = max(sampled, key=lambda replica: tokens[replica])
+        longest = max(sampled, key=lambda replica: (max(sampled[replica]), tokens[replica]))
         return [most] if longest is most else [most, longest]
 
     def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[BatchRows]) -> Cost:

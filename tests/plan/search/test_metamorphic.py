@@ -1,11 +1,13 @@
 """Changes of an instance whose effect is known: faster machines, longer rows, fewer models, more or other nodes."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.planner import Planner
+from realhf.plan.search.timeline import Prediction
 from tests.plan.search.random_planners import random_plan, random_planner
 from tests.plan.search.variations import (
     FASTER,
@@ -19,37 +21,42 @@ from tests.plan.search.variations import (
 from tests.scaling import examples
 
 ROUNDING = 1 + 1e-9
-TRANSFERS = 1.01  # tables approximate transfers of rows, and only the best plans of a search are simulated
 BAND = 1.1
 """Searches with different seeds and a small budget agree within this factor."""
 QUICK = 3
 
 
-def order_change(planner: Planner) -> float:
-    """Return the factor by which a faster machine may be slower.
+def is_not_slower(fast: Prediction, slow: Prediction, planner: Planner) -> bool:
+    """Return whether a step takes at most as long; with rollouts ahead it may be longer if none of its calls is.
 
     With rollouts ahead, shorter calls can change the order in which calls wait for a worker, and a list schedule with
     another order may be longer (Graham 1969, "Bounds on multiprocessing timing anomalies").
     """
-    return 1.15 if planner.max_staleness else ROUNDING
+    if fast.seconds <= slow.seconds * ROUNDING or not planner.max_staleness:
+        return fast.seconds <= slow.seconds * ROUNDING
+    others = slow.call_seconds
+    return all(a <= b * ROUNDING for name, parts in fast.call_seconds.items()
+               for a, b in zip(parts, others[name], strict=True))  # fmt: skip
 
 
 def check_plan(seed: int) -> None:
     """Check the variations under which a plan stays valid."""
     planner, random = random_planner(seed), Random(seed)
     plan = random_plan(planner, random)
-    seconds = planner.predict(plan).seconds
+    predicted = planner.predict(plan)
     for name, change in FASTER.items():
-        faster = on(planner, change(planner.calls.hardware)).predict(plan).seconds
-        assert faster <= seconds * order_change(planner), (seed, name)
-    assert with_longer_rows(planner, random).predict(plan).seconds >= seconds / order_change(planner), seed
+        faster = on(planner, change(planner.calls.hardware)).predict(plan)
+        assert is_not_slower(faster, predicted, planner), (seed, name)
+    longer = with_longer_rows(planner, random).predict(plan)
+    assert is_not_slower(predicted, longer, planner), seed
     for name in removable(planner.graph):
         fewer, rest = without(planner, plan, name)
-        assert fewer.predict(rest).seconds <= seconds * order_change(planner), (seed, name)
+        assert is_not_slower(fewer.predict(rest), predicted, planner), (seed, name)
     renamed = planner.predict(renumbered(planner, plan, random)).seconds
-    assert renamed == pytest.approx(seconds, rel=1e-9), seed
-    larger = with_another_node(planner).predict(plan).seconds  # a node of CPU workers adds cores
-    assert larger <= seconds * ROUNDING and (planner.cores or larger == pytest.approx(seconds, rel=1e-9)), seed
+    assert renamed == pytest.approx(predicted.seconds, rel=1e-9), seed
+    larger = with_another_node(planner).predict(plan)  # a node of CPU workers adds cores
+    assert is_not_slower(larger, predicted, planner), seed
+    assert planner.cores or larger.seconds == pytest.approx(predicted.seconds, rel=1e-9), seed
 
 
 def check_search(seed: int, n_plans: int) -> None:
@@ -59,17 +66,17 @@ def check_search(seed: int, n_plans: int) -> None:
     if not planner.fits(found.plan):
         assert not any(planner.fits(planner.by_heuristic(rule)) for rule in HEURISTICS), seed
         return
-    for rule in HEURISTICS:
-        plan = planner.by_heuristic(rule)
+    rules = [planner.by_heuristic(rule) for rule in HEURISTICS]
+    for plan in (*rules, *(random_plan(planner, random) for _ in range(n_plans))):
         assert not planner.fits(plan) or found.seconds <= planner.predict(plan).seconds * ROUNDING, seed
-    for plan in (random_plan(planner, random) for _ in range(n_plans)):
-        assert not planner.fits(plan) or found.seconds <= planner.predict(plan).seconds * TRANSFERS, seed
     assert planner.search(seed + 1).seconds <= BAND * found.seconds, seed
     changed: dict[str, Planner] = {"nodes": with_another_node(planner)}
     changed |= {name: on(planner, change(planner.calls.hardware)) for name, change in FASTER.items()}
     for name in ("nodes", random.choice([*FASTER])):
+        same = changed[name].predict(replace(found.plan, n_workers=changed[name].n_workers)).seconds
         better = changed[name].search(seed, starts=[found.plan]).seconds
-        assert better <= found.seconds * order_change(planner), (seed, name)
+        assert better <= same * ROUNDING, (seed, name)
+        assert planner.max_staleness or better <= found.seconds * ROUNDING, (seed, name)
 
 
 @pytest.mark.parametrize("seed", range(4 * QUICK))
@@ -97,6 +104,6 @@ def test_searches_of_varied_instances(chunk: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1003))
+@pytest.mark.parametrize("seed", range(1000, 1000 + examples(3)))
 def test_a_searched_plan_is_not_slower_than_thousands_of_random_plans(seed: int) -> None:
     check_search(seed, 5000)
