@@ -20,7 +20,7 @@ from realhf.plan.machines.profile import message_counts
 from tests.conftest import TIMEOUT_S, reset_signals
 from tests.integration.conftest import PROGRAM, REPOSITORY
 from tests.integration.test_slurm import left, worker_pid
-from tests.launch.slurm_cluster import SlurmCluster, why_not
+from tests.launch.slurm_cluster import SlurmCluster, running_cluster
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64,
@@ -32,16 +32,8 @@ LiveProcesses = Callable[[Path], dict[int, str]]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two nodes of two cores."""
-    if reason := why_not():
-        pytest.skip(f"NO PROFILE OF SEVERAL NODES IS TESTED: {reason}")
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 2)
-    try:
-        cluster.start()
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("SLURM_CONF", str(cluster.configuration))
-            yield cluster
-    finally:
-        cluster.stop()
+    with running_cluster(tmp_path_factory.mktemp("slurm"), 2, "NO PROFILE OF SEVERAL NODES IS TESTED") as cluster:
+        yield cluster
 
 
 def profile(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

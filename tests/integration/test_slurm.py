@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import PROGRAM, REPOSITORY, TIMEOUT_S, Run, Started, same_curve
 from tests.integration.test_agents import AGENTS, chat_words
-from tests.launch.slurm_cluster import SlurmCluster, why_not
+from tests.launch.slurm_cluster import SlurmCluster, running_cluster
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Start = Callable[..., Started]
@@ -24,16 +24,8 @@ ENDLESS = ["exp_ctrl.total_train_epochs=10000"]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Three nodes of two cores."""
-    if reason := why_not():
-        pytest.skip(f"NOTHING ABOUT SLURM IS TESTED: {reason}")
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 3)
-    try:
-        cluster.start()
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("SLURM_CONF", str(cluster.configuration))
-            yield cluster
-    finally:
-        cluster.stop()
+    with running_cluster(tmp_path_factory.mktemp("slurm"), 3, "NOTHING ABOUT SLURM IS TESTED") as cluster:
+        yield cluster
 
 
 def job_of(cluster: SlurmCluster) -> str:

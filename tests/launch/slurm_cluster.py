@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import TIMEOUT_S
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -132,6 +134,21 @@ class SlurmCluster:
             end = time.monotonic() + timeout_s
             while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
                 time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path, n_nodes: int, without: str) -> Iterator[SlurmCluster]:
+    """Run a cluster of nodes with two cores, to which ``SLURM_CONF`` points; skip with ``without`` if none can run."""
+    if reason := why_not():
+        pytest.skip(f"{without}: {reason}")
+    cluster = SlurmCluster(root, n_nodes)
+    try:
+        cluster.start()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("SLURM_CONF", str(cluster.configuration))
+            yield cluster
+    finally:
+        cluster.stop()
 
 
 def free_ports(count: int) -> list[int]:
