@@ -118,9 +118,9 @@ def _with_extras(
     if kind == "every-second-layer":
         backward += speed.forward(blocks, work, range(shard.tp)) / 2
     elif kind == "every-second-matmul":
-        backward += speed._forward(blocks, work).products * shard.n_blocks / 2
+        backward += speed.block_forward(blocks, work).products * shard.n_blocks / 2
     elif kind == "attention":
-        backward += speed._forward(blocks, work).attention * shard.n_blocks
+        backward += speed.block_forward(blocks, work).attention * shard.n_blocks
     ep = point.get("expert_parallel", 1)
     if ep > 1:
         sent = work.tokens * shard.model.hidden * 2 * shard.model.experts_per_token / shard.tp * (ep - 1) / ep

@@ -102,12 +102,3 @@ def exposed_tp_backward(
         return sum(max(0.0, all_reduce_s - seconds) for seconds in product_s)
     exposed = (max(0.0, all_gather_s - s) + max(0.0, reduce_scatter_s - s) for s in product_s)
     return sum(exposed) + n * all_gather_s
-
-
-def saved_inputs_numel(shard: StageShard) -> float:
-    """Return the elements per token that the two column-parallel layers of a block save: their normalized inputs.
-
-    With sequence parallelism and overlap each rank saves its share of the tokens.
-    """
-    is_sharded = shard.sequence_parallel and shard.tp_overlap
-    return 2 * shard.model.hidden / (shard.tp if is_sharded else 1)

@@ -81,6 +81,11 @@ class StageShard:
         return 2 if self.bf16 else 4
 
     @property
+    def input_shards(self) -> int:
+        """Number of ranks among which the saved inputs of column-parallel layers are divided."""
+        return self.tp if self.sequence_parallel and self.tp_overlap else 1
+
+    @property
     def kv_numel(self) -> int:
         """Key/value cache elements per token on this worker."""
         return 2 * self.n_blocks * max(1, self.model.n_kv_heads // self.tp) * self.model.head_dim

@@ -73,6 +73,12 @@ def block_products(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[flo
     return tuple((per_block, product) for per_block, product in products if per_block)
 
 
+def column_parallel(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[float, Product], ...]:
+    """Return the products of QKV and of a dense MLP's up projection, as ``block_products`` does."""
+    products = block_products(config, tp, tokens)
+    return (products[0], *(products[2:3] if routed_share(config) < 1 else ()))
+
+
 def backward_products(product: Product, with_weights: bool = True) -> tuple[Product, ...]:
     """Return the products of the backward pass: gradients of the inputs and, with ``with_weights``, of the weights."""
     m, n, k, copies, touched = product

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from realhf.api.config.choices import Recompute
 from realhf.api.machine import GROUPED_CAPABILITIES, Hardware
 from realhf.api.model_config import ModelConfig
+from realhf.plan.cost.overlap import exposed_tp_backward
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 from realhf.plan.machines.collectives import collective_seconds
 from realhf.plan.machines.engine_traits import OWN, EngineTraits
-from realhf.plan.machines.products import Product, backward_products, block_products, product_seconds
+from realhf.plan.machines.products import Product, backward_products, block_products, column_parallel, product_seconds
 
 KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8
@@ -50,13 +51,14 @@ class Roofline:
         return self.hardware.call
 
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        inside = self._forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
+        inside = self.block_forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
         inside = max(inside, self._launches(shard)[0])
         return shard.n_blocks * inside + self._ends(shard, work.tokens)
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
-        first, back = self._forward(shard, work), self._backward(shard, work)
-        reduces = self._all_reduces(shard, work.tokens, ranks) * (1.0 - self.traits.tp_overlap)
+        first, back = self.block_forward(shard, work), self._backward(shard, work)
+        exposed = 1.0 - self.traits.tp_overlap
+        reduces = exposed * self._all_reduces(shard, work.tokens, ranks)
         launching, both, _ = self._launches(shard)
         inside = max(first.seconds + reduces, launching)
         forward = shard.n_blocks * inside + self._ends(shard, work.tokens)
@@ -65,6 +67,7 @@ class Roofline:
             recompute_s = shard.n_blocks * inside
         elif shard.recompute is Recompute.selective:
             recompute_s = shard.n_blocks * self._recomputed_inputs(shard, work, first)
+        reduces = exposed * self._backward_reduces(shard, work.tokens, ranks)
         inside = max(back.seconds + reduces, both - launching)
         # two products for each one of the forward pass, one for frozen weights
         products = 2 if shard.model.lora is None else 1
@@ -125,7 +128,8 @@ class Roofline:
     def _product(self, product: Product, itemsize: int) -> float:
         return product_seconds(self.hardware, product, itemsize, self.traits.products)
 
-    def _forward(self, shard: StageShard, work: Work) -> Pass:
+    def block_forward(self, shard: StageShard, work: Work) -> Pass:
+        """Return the seconds of a block's forward pass."""
         products = block_products(shard.model, shard.tp, work.tokens)
         seconds = sum(n * self._product(p, shard.itemsize) for n, p in products)
         return Pass(seconds, self._attention(shard, work), self._elementwise(shard, work.tokens))
@@ -189,6 +193,19 @@ class Roofline:
         nbytes = tokens * shard.model.hidden * shard.itemsize
         return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if shard.tp > 1 else 0.0
 
+    def _backward_reduces(self, shard: StageShard, tokens: int, ranks: Sequence[int]) -> float:
+        """Sums of the input gradients of QKV and a dense MLP's up projection, beyond what their products hide."""
+        config = shard.model
+        if shard.tp == 1 or not shard.tp_overlap:
+            return self._all_reduces(shard, tokens, ranks)
+        nbytes = tokens * config.hidden * shard.itemsize
+        reduce, gather, scatter = (
+            self.collective(kind, nbytes, ranks)
+            for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        )
+        qkv, *up = (self._product(p, shard.itemsize) * n for n, p in column_parallel(config, shard.tp, tokens))
+        return exposed_tp_backward((qkv, sum(up)), reduce, gather, scatter, shard)  # experts hide nothing
+
 
 @dataclass(frozen=True)
 class AnalyticMemory:
@@ -198,13 +215,13 @@ class AnalyticMemory:
 
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
         config, size = shard.model, shard.itemsize
-        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel)
+        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards)
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
             temporary = block + self._temporary_numel(shard)
         elif shard.recompute is Recompute.selective:
-            recomputed = recomputed_numel(config, shard.tp)
+            recomputed = recomputed_numel(config, shard.tp, shard.input_shards)
             kept = shard.n_blocks * (block - recomputed) + outside
             temporary = recomputed + self._temporary_numel(shard)
         else:
@@ -229,16 +246,17 @@ class AnalyticMemory:
         return min(LOGITS_BYTES.get(self.device, DEFAULT_LOGITS_BYTES), 4.0 * work.tokens * shard.model.vocab)
 
 
-def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool) -> float:
+def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool, input_shards: int = 1) -> float:
     """Return the elements per token that autograd saves for a block of models/blocks.py.
 
     They are the residual stream (twice) and its two normalized copies, the QKV projection, rotated queries and keys,
     the attention output, and in the MLP the up projection, the activation and the input of the down projection. With
-    sequence parallelism the residual stream holds only this rank's share of the tokens.
+    sequence parallelism the residual stream holds only this rank's share of the tokens; the normalized copies are in
+    ``input_shards``.
     """
     share = tp if sequence_parallel else 1
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
-    residual = config.hidden * (2 / share + 2)
+    residual = config.hidden * (2 / share + 2 / input_shards)
     attention = config.head_dim * ((heads + 2 * kv) + (heads + kv) + heads)
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
@@ -246,13 +264,13 @@ def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 
 
-def recomputed_numel(config: ModelConfig, tp: int) -> float:
+def recomputed_numel(config: ModelConfig, tp: int, input_shards: int = 1) -> float:
     """Return the elements per token and block that selective recomputation does not save: inputs of products.
 
     They are the normalised inputs of attention and of a dense MLP, and the input of its down projection.
     """
     dense = 1 - routed_share(config)
-    return config.hidden * (1 + dense) + dense * config.intermediate / tp
+    return config.hidden * (1 + dense) / input_shards + dense * config.intermediate / tp
 
 
 def _dequantization_bytes(shard: StageShard) -> float:

@@ -27,9 +27,9 @@ from realhf.plan.cost.overlap import (
     is_summed,
     numel_after_backward,
     overlaps_grad_reduce,
-    saved_inputs_numel,
 )
 from realhf.plan.cost.speed import StageShard, shard_numels
+from realhf.plan.machines.roofline import recomputed_numel, saved_activation_numel
 from tests.plan.cost.test_cost import equal_rows
 from tests.plan.search.planners import FREE, LLAMA, TOY, layout, ppo_planner
 
@@ -127,5 +127,8 @@ def test_megatron_and_single_replicas_do_not_overlap() -> None:
 
 
 def test_saved_inputs_are_sharded_only_with_overlap() -> None:
-    found = [saved_inputs_numel(shard(*args)) for args in ((False, False), (False, True), (True, False), (True, True))]
-    assert found == [128, 128, 128, 64]
+    shards = [shard(*args) for args in ((False, False), (False, True), (True, False), (True, True))]
+    assert [one.input_shards for one in shards] == [1, 1, 1, 2]
+    whole, divided = (saved_activation_numel(LLAMA, 2, True, one.input_shards) for one in shards[2:])
+    assert whole - divided == 128 - 64
+    assert recomputed_numel(LLAMA, 2, 1) - recomputed_numel(LLAMA, 2, 2) == 128 - 64

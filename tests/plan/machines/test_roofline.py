@@ -66,6 +66,22 @@ def test_tensor_parallelism_cuts_arithmetic_and_adds_two_collectives_a_block(tp:
     assert sum(both) - sum(alone) == pytest.approx(2 * added, rel=1e-6)  # and two more in the backward pass
 
 
+@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "moe"])
+def test_overlap_hides_input_gradients_behind_products(model: ModelConfig) -> None:
+    work, ranks = Work.of([50, 20]), (0, 1)
+    linked = Roofline(replace(COMPUTE_ONLY, node=TOY.node))
+    plain, overlapping = whole(model, 2), replace(whole(model, 2), tp_overlap=True)
+    reduce = 2 * (1e-6 + 70 * model.hidden * 4 / 2 / 1e10)
+    qkv = 2 * 70 * (model.n_heads + 2 * model.n_kv_heads) / 2 * model.head_dim * model.hidden / TOY.flops
+    hidden = min(reduce, qkv)
+    if model is LLAMA:
+        hidden += min(reduce, 2 * 70 * model.intermediate * model.hidden / TOY.flops)
+    elif model.dense_layers:
+        hidden += min(reduce, 2 * 70 * model.intermediate * model.hidden / TOY.flops * len(model.dense_layers) / 4)
+    saved = linked.train(plain, work, ranks)[1] - linked.train(overlapping, work, ranks)[1]
+    assert saved == pytest.approx(model.n_layers * hidden, rel=1e-6)
+
+
 def test_memory_bound_decoding_reads_all_weights_and_the_cache() -> None:
     speed = Roofline(BYTES_ONLY)
     blocks = replace(whole(LLAMA, bf16=True), first=False, last=False)
