@@ -50,9 +50,9 @@ def layer_memory(
 ) -> LayerMemory:
     """Return the memory of a model's layers: with ZeRO-2 of ``owned`` gradients, else of weights and gradients."""
     blocks = range(model.layers[0] + 1, model.layers[-1] + 2)
-    ends = model.is_first, _head_layers(model)
+    head = _head_layers(model)
     if owned is not None:
-        return LayerMemory(blocks, *ends, None, owned, owned.layers)
+        return LayerMemory(blocks, head, None, owned, owned.layers)
     assert isinstance(model.params, GatheredParams), "the weights of a ZeRO-3 layout are gathered"
     messages = _messages(model.params.layers, shard, context)
     gradients: LayerGradients | None = None
@@ -61,7 +61,7 @@ def layer_memory(
         model.params.use_grads(buffers.view)
         gradients = ScatteredGradients(shard, buffers, messages)
     weights = WeightGathering(shard, model.params.layers, messages)
-    return LayerMemory(blocks, *ends, weights, gradients, [*model.params.layers])
+    return LayerMemory(blocks, head, weights, gradients, [*model.params.layers])
 
 
 def _head_layers(model: Transformer) -> tuple[int, ...]:

@@ -24,10 +24,10 @@ class LayerMemory:
     """
 
     def __init__(
-        self, blocks: range, is_first: bool, head: Sequence[int], weights: WeightGathering | None,
+        self, blocks: range, head: Sequence[int], weights: WeightGathering | None,
         gradients: LayerGradients | None, trained: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.blocks, self.is_first, self.head = blocks, is_first, tuple(head)
+        self.blocks, self.head = blocks, tuple(head)
         self.weights, self.gradients = weights, gradients
         self._trained, self._with_gradients = trained, set[int]()
 
@@ -68,8 +68,6 @@ class LayerMemory:
         It completes the gradients of that block, and the backward pass of the layer before it begins.
         """
         layer = block + 1
-        if layer == self.blocks[0] and not self.is_first:
-            return  # the input is a leaf, whose gradient may be known before those of weights
         self._complete(self.head if layer > self.blocks[-1] else (layer,))
         if layer > self.blocks[0]:
             self._allocate(layer - 1)

@@ -16,7 +16,7 @@ from realhf.data.protocols import Loss, Outputs
 from realhf.models.engine import grad_reduction
 from realhf.models.engine.grad_reduction import OverlappedReduction, ParamRange, plan_buckets
 from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
-from tests.models.tiny_models import hf_model
+from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
 LENGTHS = (5, 9, 2, 14, 3, 7, 1)
 NAMES = ("llama", "llama_tied", "gpt2", "qwen3_moe", "gemma2")
@@ -105,6 +105,25 @@ def test_gradients_are_complete_when_their_reduction_starts(
     assert all(torch.equal(now, then) for now, then in group.started)
     reduction.finish()
     assert sum(now.numel() for now, _ in group.started) == engine.params.end
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_gradients_of_a_later_stage_are_complete_when_their_reduction_starts(name: str, tmp_path: Path) -> None:
+    hf_model(name).save_pretrained(tmp_path)
+    model = engine_on(tmp_path).model
+    params = model.params
+    found = list[tuple[Tensor, Tensor]]()
+
+    def reached(layer: int, _grad: Tensor) -> None:
+        complete = [name for name in params.names if params.spec(name).layer > layer]
+        found.extend((params.grad_view(name), params.grad_view(name).clone()) for name in complete)
+
+    model.on_backward = reached
+    params.enable_grad()
+    x = torch.randn(sum(LENGTHS), model.config.hidden, requires_grad=True)
+    model.hidden(torch.zeros(len(x), dtype=torch.int64), LENGTHS, x=x).square().sum().backward()
+    assert x.grad is not None and found
+    assert all(torch.equal(now, then) for now, then in found)
 
 
 def squares(outputs: Outputs, batch: SequenceBatch) -> Loss:
