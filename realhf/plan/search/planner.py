@@ -36,6 +36,7 @@ N_SIMULATED = 12
 N_SIMULATED_MOVES = 1024
 """Simulated changes of one call's layout after a search, times the number of workers."""
 CLOSE = 1.02  # relative cost of a call's layouts that such changes try
+SMALL_CLUSTER = 8  # workers for which a search considers all layouts
 N_ALTERNATIVES = 3  # simulated layouts of a call, of which the best is the alternative
 Table = Mapping[str, Sequence[Candidate]]  # the candidates of every MFC
 
@@ -58,7 +59,7 @@ class PlannedSearch:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes and predicts plans. A search considers the ``per_mesh`` fastest layouts on each mesh."""
+    """Makes and predicts plans. A search of a large cluster considers the ``per_mesh`` fastest layouts on each mesh."""
 
     graph: Graph
     calls: Candidates
@@ -262,7 +263,8 @@ class Planner:
     def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
         least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes
         fitting = [c for c in some if c.bytes <= share * self.calls.capacity] or some
-        fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
+        n_fastest = len(fitting) if self.n_workers <= SMALL_CLUSTER else self.per_mesh
+        fastest = sorted(fitting, key=lambda c: c.cost.seconds)[:n_fastest]
         smallest = min(some, key=lambda c: (least(c), c.cost.seconds))
         selected = [*fastest, smallest, *(c for c in some if c.placement.layout in required)]
         return list({c.placement.layout: c for c in selected}.values())
