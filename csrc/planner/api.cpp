@@ -38,6 +38,7 @@ struct Reader {
   Mfc mfc() {
     Mfc m{};
     m.parents = integers(), m.row_sources = integers();
+    for (size_t i = 0; i < m.row_sources.size(); ++i) m.couriers.push_back(integers());
     m.updater = integer(), m.allowed_staleness = integer(), m.home_mfc = integer(), m.batch_size = integer();
     m.offloaded = integer(), m.after_filter = integer();
     m.options.resize(integer());

@@ -26,6 +26,19 @@ RankSet rank_classes(const Scratch &s, const Range &range) {
   return classes;
 }
 
+// Returns who sends rows of a source to an MFC: its holders or, if both are apart, the workers of a courier.
+RankSet senders(const Scratch &s, int mfc, int source, const std::vector<int> &couriers) {
+  if (s.ranks[mfc] & s.ranks[source]) return s.holders[source];
+  RankSet first = 0;
+  for (int courier : couriers) {
+    const RankSet ranks = s.ranks[courier];
+    if (ranks & s.ranks[source]) continue;
+    if (ranks & s.ranks[mfc]) return ranks;
+    if (!first) first = ranks;
+  }
+  return first ? first : s.holders[source];
+}
+
 // Lists the operations of a call of every MFC, row transfer first.
 void list_call_ops(Problem &problem, const int *choice, Scratch &s) {
   const int n = static_cast<int>(problem.mfcs.size());
@@ -39,7 +52,8 @@ void list_call_ops(Problem &problem, const int *choice, Scratch &s) {
     const int home = mfc.home_mfc;
     std::vector<OpSpec> &ops = s.ops[m];
     RankSet transfer_ranks = s.ranks[m];
-    for (int source : mfc.row_sources) transfer_ranks |= s.holders[source];
+    for (size_t i = 0; i < mfc.row_sources.size(); ++i)
+      transfer_ranks |= senders(s, m, mfc.row_sources[i], mfc.couriers[i]);
     ops.assign(1, {transfer_ranks, option.transfer});
     if (mfc.offloaded) ops.push_back({s.ranks[home], s.assignment[home]->load});
     s.copy_bytes[m] = s.rings[m] = 0;

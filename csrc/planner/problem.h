@@ -59,6 +59,7 @@ class CostTable {
 // An MFC's dependencies (MFCDeps in Python) and options.
 struct Mfc {
   std::vector<int> parents, row_sources;
+  std::vector<std::vector<int>> couriers;  // of each row source
   int updater, allowed_staleness, home_mfc, batch_size;
   bool offloaded, after_filter;
   std::vector<LayoutOption> options;

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.batch_meta import BatchMeta, RowId
+from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
 from realhf.api.curriculum import PromptResult
 
 Stats = dict[str, tuple[float, float]]  # {name: (sum, count)}; the master divides them; count 0: a total
@@ -64,7 +64,8 @@ class PrepareCall(Message, frozen=True):
     """Transfer the rows of ``inputs`` to the workers of ``mfc``; an ``ExecuteCall`` with the same number runs it.
 
     ``shared`` names the keys with one row per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``;
-    ``minibatches[i]`` is the mini-batch of row ``i``; ``state`` is the role's state.
+    ``minibatches[i]`` is the mini-batch of row ``i``; ``state`` is the role's state. ``forwarded`` are columns of the
+    same rows that the workers of ``mfc`` get for later calls.
     """
 
     request: int
@@ -77,6 +78,12 @@ class PrepareCall(Message, frozen=True):
     assignment: tuple[tuple[int, ...], ...]
     minibatches: tuple[int, ...]
     state: State
+    forwarded: dict[str, ColumnMeta] = msgspec.field(default_factory=dict)
+
+    @property
+    def transferred(self) -> dict[str, ColumnMeta]:
+        """The columns that are transferred."""
+        return self.inputs.columns | self.forwarded
 
 
 class ExecuteCall(Message, frozen=True):

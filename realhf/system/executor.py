@@ -59,7 +59,7 @@ class Executor:
             if isinstance(step, Transfer):
                 carried = [key for key in self.run.graph[call.mfc].carried if key in call.inputs.columns]
                 with self.spans.span(f"{call.mfc}/Transfer"):
-                    self._transfer(call, (*step.keys, *carried), step.layout)
+                    self._transfer(call, (*step.keys, *carried, *call.forwarded), step.layout)
 
     def execute(self, call: PrepareCall) -> CallResult:
         """Execute all other instructions of the call's program."""

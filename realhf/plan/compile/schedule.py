@@ -10,6 +10,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import Holders, PrepareCall, State
 from realhf.plan.compile import transfer
+from realhf.plan.compile.forwarding import busy_ranks, forwarded_keys
 from realhf.plan.compile.micro_batch import partition_rows
 
 
@@ -291,6 +292,8 @@ class MasterState(Scheduler):
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs, *m.carried))
         self._columns = {key: transfer.ColumnIndex() for key in keys}
+        self._forwarded = forwarded_keys(graph, plan, self.max_staleness)
+        self._busy = busy_ranks(graph, plan, self.max_staleness)
         self._stale: list[PromptRange] = []  # finished steps whose rows are still in the index
         if carried is not None:
             self._put(0, carried)
@@ -359,25 +362,30 @@ class MasterState(Scheduler):
         mfc, span = self.graph[start.mfc], start.span
         prompts = self.prompts(mfc, span)
         carried = [key for key in mfc.carried if all(prompt in self._columns[key].prompts for prompt in prompts)]
-        inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in (*mfc.inputs, *carried)}
-        first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in inputs.items()}
+        rows_of = lambda key: [*map(self._columns[key].prompts.__getitem__, prompts)]
+        inputs = {key: rows_of(key) for key in (*mfc.inputs, *carried)}
+        moved = inputs | {key: rows_of(key) for key in self._forwarded.get(mfc.name, ())}
+        first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in moved.items()}
         shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # all rows of a key agree
         own = [rows for key, rows in inputs.items() if key not in shared]
         kept = transfer.rows_with_all_inputs(prompts, [*inputs.values()], own)
         ids = tuple(chain.from_iterable(kept))
         columns = {
             key: ColumnMeta(self._columns[key].dtype or "uint8", transfer.row_lengths(rows, kept, key in shared))
-            for key, rows in inputs.items()
+            for key, rows in moved.items()
         }
+        forwarded = {key: columns.pop(key) for key in moved.keys() - inputs.keys()}
         weights = transfer.row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = partition_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
         is_replayed = (mfc.name, span) in self.replayed
-        holders = Holders((), {}) if is_replayed else transfer.record_transfer(inputs, kept, assignment, layout)
+        holders = Holders((), {})
+        if not is_replayed:
+            holders = transfer.record_transfer(moved, kept, assignment, layout, self._busy)
         call = PrepareCall(request=0, mfc=mfc.name, step=span.step, version=self.versions.get(mfc.role or "", 0),
                            inputs=BatchMeta(ids, columns), shared=shared,
                            holders=holders, assignment=assignment, minibatches=minibatches,
-                           state=self.states[mfc.role or mfc.name])  # fmt: skip
+                           state=self.states[mfc.role or mfc.name], forwarded=forwarded)  # fmt: skip
         return Dispatch(span, call)
 
     def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:

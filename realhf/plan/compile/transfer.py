@@ -1,6 +1,6 @@
 """Where rows are, and how they get to a call: the index of row locations, and the transfers before a call."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, eq
@@ -18,14 +18,23 @@ class RowHolders:
 
     ranks: tuple[int, ...]
 
-    def with_replica(self, replica: tuple[int, ...], members: frozenset[int]) -> "tuple[tuple[int, ...], RowHolders]":
-        """Return who of ``replica`` holds the rows, sender first (if none: the producer), and the new holders."""
+    def with_replica(
+        self, replica: tuple[int, ...], members: frozenset[int], mesh: Collection[int], busy: Collection[int]
+    ) -> "tuple[tuple[int, ...], RowHolders]":
+        """Return who of ``replica`` holds the rows, sender first (if none: a sender), and the new holders."""
         if members.isdisjoint(self.ranks):  # the common case, without building a set of all holders
-            return self.ranks[:1], RowHolders(self.ranks + replica)
+            return (self._sender(mesh, busy),), RowHolders(self.ranks + replica)
         held = set(self.ranks)
         present = tuple(rank for rank in replica if rank in held)
         missing = tuple(rank for rank in replica if rank not in held)
         return present, RowHolders(self.ranks + missing) if missing else self
+
+    def _sender(self, mesh: Collection[int], busy: Collection[int]) -> int:
+        """Return the producer, or if it is busy another holder, if possible in the mesh of the call."""
+        if self.ranks[0] not in busy:
+            return self.ranks[0]
+        free = [rank for rank in self.ranks if rank not in busy]
+        return next((rank for rank in free if rank in mesh), free[0] if free else self.ranks[0])
 
 
 @dataclass(slots=True)
@@ -94,12 +103,14 @@ def row_bytes(columns: Iterable[ColumnMeta]) -> list[int]:
 
 
 def record_transfer(
-    inputs: Mapping[str, Rows], kept: Sequence[RowIds], assignment: tuple[tuple[int, ...], ...], layout: Layout
-) -> Holders:
-    """Return, per key and row, the destinations that already hold it (sender first), or else its producer.
+    inputs: Mapping[str, Rows], kept: Sequence[RowIds], assignment: tuple[tuple[int, ...], ...], layout: Layout,
+    busy: Collection[int] = (),
+) -> Holders:  # fmt: skip
+    """Return, per key and row, the destinations that already hold it (sender first), or else its sender.
 
     ``kept[k]`` are the rows of the ``k``-th prompt in the call. All destinations are recorded as holders: later calls
-    find the rows there, since worker queues are first in, first out.
+    find the rows there, since worker queues are first in, first out. The sender is the producer, if possible not one of
+    the ``busy`` workers, which may have begun a long call.
     """
     prompt_of = [k for k, ids in enumerate(kept) for _ in ids]
     groups: list[tuple[int, ...]] = []
@@ -113,7 +124,7 @@ def record_transfer(
             for k in prompts:
                 row = rows[k]
                 if (entry := known.get(row.holders)) is None:
-                    present, after = row.holders.with_replica(replica, members)
+                    present, after = row.holders.with_replica(replica, members, layout.mesh.ranks, busy)
                     entry = known[row.holders] = len(groups), after
                     groups.append(present)
                 key_numbers[k], row.holders = entry
@@ -139,17 +150,18 @@ def stored_row_id(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
 
 
 def row_transfers(
-    call: PrepareCall, keys: tuple[str, ...], layout: Layout
+    call: PrepareCall, keys: Sequence[str], layout: Layout
 ) -> Iterator[tuple[str, RowId, int, tuple[int, ...], str, int]]:
     """Yield (key, row, sender, receivers, dtype, length) of the transfers that give each replica its rows.
 
     Values that a worker already has are skipped; a value shared by several rows is sent to a worker once.
     """
+    columns = call.transferred
     for d, rows in enumerate(call.assignment):
         replica = layout.replica(d)
         missing: dict[tuple[int, ...], tuple[int, ...]] = {}  # by holders, most rows share the same
         for key in keys:
-            column, holders = call.inputs.columns[key], call.holders.of(key)
+            column, holders = columns[key], call.holders.of(key)
             sent: set[RowId] = set()
             for i in rows:
                 row = stored_row_id(call.inputs.ids[i], key, call.shared)
@@ -163,7 +175,7 @@ def row_transfers(
                     yield key, row, held_by[0], missing[held_by], column.dtype, column.lengths[i]
 
 
-def plan_transfer(call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
+def plan_transfer(call: PrepareCall, keys: Sequence[str], layout: Layout) -> tuple[RowCopy, ...]:
     """Return the copies of ``row_transfers``, one per receiver."""
     return tuple(
         RowCopy(key, row, src, dst, dtype, length)

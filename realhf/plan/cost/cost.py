@@ -94,7 +94,7 @@ class CostModel:
         def price(call: PrepareCall, step: Instruction) -> Cost:
             match step:
                 case Transfer(keys, layout):
-                    return self.exchange(transfer_traffic(call, keys, layout, self.node_size))
+                    return self.exchange(transfer_traffic(call, (*keys, *call.forwarded), layout, self.node_size))
                 case Compute(mfc):
                     return computed(mfc, rows_of(call))
                 case Reallocate(role, src, _, dst, eta):

@@ -104,6 +104,8 @@ def _ints(problem: Problem) -> Iterator[int]:
     yield from (len(problem.order), *problem.order)
     for deps, options in zip(problem.deps, problem.table, strict=True):
         yield from (len(deps.parents), *deps.parents, len(deps.row_sources), *deps.row_sources)
+        for couriers in (deps.couriers.get(source, ()) for source in deps.row_sources):
+            yield from (len(couriers), *couriers)
         yield from (deps.updater, deps.allowed_staleness, deps.home_mfc, deps.batch_size, deps.offloaded)
         yield from (deps.after_filter, len(options))
         for option in options:

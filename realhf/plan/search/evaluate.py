@@ -75,13 +75,22 @@ class Assignment:
         home = self.problem.deps[mfc].home_mfc
         return None if home in (-1, mfc) else self.problem.realloc_cost(mfc, self.choice[mfc], self.choice[home])
 
+    def _senders(self, mfc: int, source: int) -> range:
+        """Return the ranks that send rows of a source to an MFC: its holders, or a courier's (``choose_courier``)."""
+        couriers = self.problem.deps[mfc].couriers.get(source, ())
+        rollout, reader = (self.options[number].ranks for number in (source, mfc))
+        free = [ranks for number in couriers if not _overlap(ranks := self.options[number].ranks, rollout)]
+        if not free or _overlap(reader, rollout):
+            return self.options[source].holders
+        return next((ranks for ranks in free if _overlap(ranks, reader)), free[0])
+
     def call_ops(self, mfc: int) -> list[tuple[list[int], tuple[Cost, ...]]]:
         """Return rank classes and costs of each operation of a call (plan/compile/program.py), row transfer first.
 
         The costs are by the number of the call, cyclically.
         """
         problem, option, deps = self.problem, self.options[mfc], self.problem.deps[mfc]
-        holders = (self.options[source].holders for source in deps.row_sources)
+        holders = (self._senders(mfc, source) for source in deps.row_sources)
         ops = [(self.rank_classes(option.ranks), option.compute)]
         if realloc := self.realloc_cost(mfc):
             ops.insert(0, (self.rank_classes(self.options[deps.home_mfc].ranks, option.ranks), (realloc.cost,)))
@@ -94,6 +103,10 @@ class Assignment:
             ranks = self.rank_classes(home.ranks)
             ops = [(ranks, (home.load,)), *ops, (ranks, (home.offload,))]
         return [(self.rank_classes(option.ranks, *holders), (option.transfer,)), *ops]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def peak_bytes(assignment: Assignment) -> float:

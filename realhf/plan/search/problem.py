@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from realhf.api.graph import Graph, Sync
+from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.machine import Cost
+from realhf.plan.compile.forwarding import couriers, later_readers, rollouts_ahead
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.search.timeline import steady_steps
 
@@ -46,14 +47,16 @@ class ReallocCost:
 class MFCDeps:
     """Dependencies of an MFC, as MFC numbers.
 
-    ``parents`` produce its inputs, ``row_sources`` hold them. A call of step ``s`` waits until ``updater`` is done with
-    step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1 without a role. A consumer of
-    the filter MFC's rows (``after_filter``) waits until it is done with the step, any other MFC until it is done with
-    the step before.
+    ``parents`` produce its inputs, ``row_sources`` hold them. Rows of the sources in ``couriers``, rollouts ahead of
+    training, may come from one of these MFCs (``choose_courier``). A call of step ``s`` waits until ``updater`` is done
+    with step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1 without a role. A
+    consumer of the filter MFC's rows (``after_filter``) waits until it is done with the step, any other MFC until it is
+    done with the step before.
     """
 
     parents: tuple[int, ...]
     row_sources: tuple[int, ...]
+    couriers: Mapping[int, tuple[int, ...]]
     updater: int
     allowed_staleness: int
     home_mfc: int
@@ -148,8 +151,15 @@ class Problem:
             number, home = self.number[updater.name] if updater else -1, self.home_mfc(mfc.role) if mfc.role else -1
             staleness, offloaded = mfc.allowed_staleness(self.max_staleness), mfc.role in graph.offloaded
             is_after = mfc.name in graph.after_filter
-            deps.append(MFCDeps(parents, sources, number, staleness, home, offloaded, mfc.batch_size, is_after))
+            deps.append(MFCDeps(parents, sources, self._couriers(mfc), number, staleness, home, offloaded,
+                                mfc.batch_size, is_after))  # fmt: skip
         return tuple(deps)
+
+    def _couriers(self, reader: MFC) -> dict[int, tuple[int, ...]]:
+        """Return the possible couriers of rows to an MFC, by the rollout that produces them."""
+        rollouts = rollouts_ahead(self.graph) if self.max_staleness else ()
+        return {self.number[rollout.name]: tuple(self.number[m.name] for m in couriers(self.graph, rollout))
+                for rollout in rollouts if reader in later_readers(self.graph, rollout)}  # fmt: skip
 
     @cached_property
     def ema_syncs(self) -> tuple[EMASync, ...]:

@@ -3,7 +3,7 @@
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Holders, PrepareCall
-from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_row_id
+from realhf.plan.compile.transfer import RowCopy, plan_transfer, row_bytes, sorted_rows, stored_row_id
 
 IDS = (RowId(0, 0), RowId(0, 1), RowId(3, 0))
 META = BatchMeta(IDS, {"tokens": ColumnMeta("int64", (5, 6, 7)), "row": ColumnMeta("uint8", (9, 9, 8))})
@@ -69,3 +69,15 @@ def test_a_rank_without_rows_receives_none() -> None:
 def test_missing_rows_are_sent_within_a_replica() -> None:
     copies = plan_transfer(call((1, (0, 1), (1, 0)), (0, 0, 0), ((0, 1, 2),)), ("tokens",), layout(tp=2))
     assert copies == (RowCopy("tokens", IDS[0], 1, 0, "int64", 5),)
+
+
+def test_rows_are_sorted() -> None:
+    ids = tuple(RowId(p, s) for p, s in ((5, 1), (2, 0), (5, 0), (2, 1)))
+    rows = sorted_rows(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
+    assert rows.ids == tuple(sorted(ids)) and rows.columns["tokens"].lengths == (1, 2, 3, 4)
+    assert sorted_rows(rows) is rows
+
+
+def test_row_bytes_is_the_largest_value() -> None:
+    columns = [ColumnMeta("int64", (3, 1, 0)), ColumnMeta("float32", (1, 5, 0))]
+    assert row_bytes(columns) == [24, 20, 0]
