@@ -3,7 +3,7 @@
     python benchmarks/bench_ahead.py [--steps N]
 
 GRPO without a reference model on the arithmetic task, from the initial model of experiments/algorithms: worker 0
-generates and scores, worker 1 trains. Prints the median step time of both, their ratio, the accuracy of the first and
+generates, worker 1 scores and trains. Prints the median step time of both, their ratio, the accuracy of the first and
 last steps, and the overlap of generation with training in the trace.
 """
 
@@ -17,7 +17,7 @@ from statistics import mean, median
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "algorithms"))
 from study import call, directory, initial_model
 
-APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0", "rew_inf.device_mesh=0",
+APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0", "rew_inf.device_mesh=1",
          "actor_train.device_mesh=1", "ppo.kl_in=none", "actor.optimizer.lr=3e-4", "dataset.train_bs_n_seqs=64",
          "actor.optimizer.lr_scheduler_type=constant", "ppo.gen.max_new_tokens=32",
          "exp_ctrl.total_train_epochs=9")  # fmt: skip
