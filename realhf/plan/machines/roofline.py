@@ -11,15 +11,11 @@ from realhf.plan.cost.overlap import exposed_tp_backward
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 from realhf.plan.machines.collectives import collective_seconds
 from realhf.plan.machines.engine_traits import OWN, EngineTraits
+from realhf.plan.machines.launches import launches_of
 from realhf.plan.machines.products import Product, backward_products, block_products, column_parallel, product_seconds
 
 KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8
-LAUNCHES = {  # by block outside of a graph: an inference pass, a training pass, a decoding step
-    "dense": (26, 88, 28),
-    "routed": (68, 235, 71),
-}
-"""Counts of tests/gpu_emulated/test_ceilings.py: llama and qwen3_moe in bfloat16, without the fused kernels of csrc."""
 ATTENTION_BACKWARD = 2.5  # times the operations of the forward pass: five products for two (arXiv 2307.08691, 3.1)
 ATTENTION_TILE = 128  # rows and columns of scores that attention computes together, also where the mask hides some
 OPTIMIZER_BYTES = 28  # per parameter: float32 gradient, master weight and two moments read, the last three written
@@ -93,9 +89,8 @@ class Roofline:
         return is_whole and (not shard.model.n_experts or has_routed_kernel)
 
     def _launches(self, shard: StageShard) -> tuple[float, float, float]:
-        """Return the seconds in which the host launches the kernels of a block, for each pass of ``LAUNCHES``."""
-        counted = LAUNCHES["routed" if shard.model.n_experts else "dense"]
-        inference, training, decoding = self.traits.launches or counted
+        """Return the seconds in which the host launches the kernels of a block, in each pass of ``launches_of``."""
+        inference, training, decoding = self.traits.launches or launches_of(shard.model)
         launch = self.hardware.launch
         return inference * launch, training * launch, decoding * launch
 

@@ -13,9 +13,9 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.launches import counted_launches, launches_of
 from realhf.plan.machines.roofline import (
     KERNELS_PER_BLOCK,
-    LAUNCHES,
     OPTIMIZER_BYTES,
     Roofline,
     saved_activation_numel,
@@ -157,14 +157,21 @@ def test_the_host_launches_the_steps_that_are_not_captured(
 ) -> None:
     shard, machine = replace(whole(model, bf16=True), **changed), replace(TOY, compute_capability=capability)
     fast, slow = Roofline(machine), Roofline(replace(machine, launch=1.0))
-    launches = LAUNCHES["routed" if model is MOE else "dense"][2]
+    launches = launches_of(model)[2]
     expected = 0.0 if is_captured else shard.n_blocks * launches
     assert slow.decode(shard, 3, 9, (0,)) - fast.decode(shard, 3, 9, (0,)) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "unknown", "mixtral"])
+def test_launches_are_those_of_the_family_or_of_a_similar_one(family: str) -> None:
+    like = {"unknown": "qwen3_moe", "mixtral": "qwen3_moe"}.get(family, family)
+    assert launches_of(replace(MOE, family=family)) == counted_launches()[like]
+    assert launches_of(replace(LLAMA, family="unknown")) == counted_launches()["llama"]
+
+
 def test_passes_take_as_long_as_their_launches() -> None:
     shard, work = replace(whole(LLAMA), first=False, last=False), Work.of([3])
-    slow, (inference, training, _) = Roofline(replace(TOY, launch=1.0)), LAUNCHES["dense"]
+    slow, (inference, training, _) = Roofline(replace(TOY, launch=1.0)), launches_of(LLAMA)
     assert slow.forward(shard, work, (0,)) == pytest.approx(shard.n_blocks * inference)
     assert sum(slow.train(shard, work, (0,))) == pytest.approx(shard.n_blocks * training)
     again = sum(slow.train(replace(shard, recompute=Recompute.full), work, (0,)))
