@@ -59,7 +59,10 @@ class PlannedSearch:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes and predicts plans. A search of a large cluster considers the ``per_mesh`` fastest layouts on each mesh."""
+    """Makes and predicts plans. A search of a large cluster considers the ``per_mesh`` fastest layouts on each mesh.
+
+    ``holders_send`` is as in ``simulate``: True for this project's workers.
+    """
 
     graph: Graph
     calls: Candidates
@@ -67,6 +70,7 @@ class Planner:
     max_staleness: int = 0
     per_mesh: int = 3
     max_evaluations: int = 40_000
+    holders_send: bool = True
 
     @property
     def cluster(self) -> Cluster:
@@ -79,7 +83,7 @@ class Planner:
     def predict(self, plan: ExecutionPlan) -> Prediction:
         cost = self.calls.cost
         timeline = simulate(self.graph, plan, cost.price(plan), self._schedule, cost.workload, cost.speed.call,
-                            self.cores, self.max_staleness)  # fmt: skip
+                            self.cores, self.max_staleness, self.holders_send)  # fmt: skip
         return Prediction(timeline, self._memory_of(plan))
 
     @property

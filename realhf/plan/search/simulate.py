@@ -29,17 +29,19 @@ def simulate(
     call_seconds: float = 0.0,
     cores: float = 0.0,
     max_staleness: int = 0,
+    holders_send: bool = True,
 ) -> Timeline:
     """Return the timeline of a run in which every instruction costs ``price(call, instruction)``.
 
     ``call_seconds`` and ``cores`` are the latency and the shared cores of ``WorkerQueues``. Reading data takes no time.
+    Without ``holders_send`` workers that compute need not send their rows: other processes have them in host memory.
     """
     state, program = MasterState(graph, plan, schedule, max_staleness), compile_program(graph, plan)
     calls, step_ends = run_calls(
         WorkerQueues(plan.n_workers, cores, call_seconds),
         state.start(),
         lambda action: state.handle(make_rows(graph, workload, action, plan)),
-        lambda dispatch: _call_ops(program, price, dispatch),
+        lambda dispatch: _call_ops(program, price, dispatch, holders_send),
     )
     assert state.is_over, "no call is in flight, but the run is not over"
     return Timeline(plan.n_workers, _activities(calls), step_ends, max_staleness)
@@ -107,10 +109,10 @@ def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
     return BatchMeta(tuple(i for i, _ in rows), {k: ColumnMeta(DTYPES.get(k, "float32"), lengths) for k in keys})
 
 
-def _call_ops(program: Program, price: Price, dispatch: Dispatch) -> CallOps:
+def _call_ops(program: Program, price: Price, dispatch: Dispatch, holders_send: bool) -> CallOps:
     ops = []
     for instruction in program[dispatch.call.mfc]:
-        holders = dispatch.call.holders.ranks if isinstance(instruction, Transfer) else ()
+        holders = dispatch.call.holders.ranks if isinstance(instruction, Transfer) and holders_send else ()
         ranks = instruction_ranks(instruction).union(holders)
         ops.append(Op(sorted(ranks), price(dispatch.call, instruction), instruction))
     return CallOps(dispatch, ops)

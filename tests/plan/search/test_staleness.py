@@ -76,9 +76,16 @@ def test_the_steady_state_is_the_longer_of_generation_and_training(
     assert steady_seconds(calls, staleness, strict, n_steps=40) == max(gen, train)
 
 
-@pytest.mark.parametrize(("further", "seconds"), [((), 4.0), (("logprobs",), 7.0)])
-def test_training_waits_for_rows_that_only_the_generating_worker_has(further: tuple[str, ...], seconds: float) -> None:
-    """Worker 1 got the tokens for the rewards; the log-probs are sent by worker 0, between two of its calls."""
+@pytest.mark.parametrize(
+    ("further", "holders_send", "seconds"), [((), True, 4.0), (("logprobs",), True, 7.0), (("logprobs",), False, 4.0)]
+)
+def test_training_waits_for_rows_that_only_the_generating_worker_has(
+    further: tuple[str, ...], holders_send: bool, seconds: float
+) -> None:
+    """Worker 1 got the tokens for the rewards; the log-probs are sent by worker 0, between two of its calls.
+
+    With rows in host memory, as in other systems, training does not wait for worker 0.
+    """
     gen, rew, train = GRAPH.mfcs
     train = replace(train, inputs=("tokens", "rewards", *further))
     graph = Graph((replace(gen, outputs=("tokens", "logprobs")), rew, train))
@@ -90,7 +97,8 @@ def test_training_waits_for_rows_that_only_the_generating_worker_has(further: tu
         return Cost(seconds, seconds)
 
     n = N_STEPS + N_STEPS_AHEAD
-    found = simulate(graph, plan, price, TrainSchedule(4, 4 * n, n), Workload(((2,),), (5,)), max_staleness=1)
+    found = simulate(graph, plan, price, TrainSchedule(4, 4 * n, n), Workload(((2,),), (5,)), max_staleness=1,
+                     holders_send=holders_send)  # fmt: skip
     assert found.seconds_per_step == seconds
 
 
