@@ -171,7 +171,7 @@ def published_seconds(point: Point) -> float:
 def compare(point: Point) -> float | str:
     """Return predicted / published of a point of any kind, or why it cannot be predicted."""
     if point["kind"] == "memory":
-        return published_memory.ratio(point)
+        return published_memory.missing(point) or published_memory.ratio(point)
     hardware, tuned = machine_of(point), TUNED_PRODUCTS[point["hardware"]]
     if point["kind"] == "rl":
         return published_rl.missing(point) or published_rl.ratio(point, hardware, tuned)

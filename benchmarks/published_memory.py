@@ -30,6 +30,11 @@ Point = Mapping[str, Any]
 RECOMPUTE = {"none": None, "selective": Recompute.selective, "full": Recompute.full}
 
 
+def missing(point: Point) -> str:
+    """Return why a point cannot be predicted, or an empty string."""
+    return "" if engine_name(point) in MEMORY else f"the memory of {engine_name(point)} is not described"
+
+
 def predicted_bytes(point: Point) -> float:
     """Return the predicted peak of a device's memory in bytes, as the source measures it."""
     engine = MEMORY[engine_name(point)]

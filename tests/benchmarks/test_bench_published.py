@@ -38,6 +38,8 @@ def test_one_point_of_each_kind_is_compared(kind: str) -> None:
 def test_a_point_without_conditions_has_a_reason() -> None:
     found = compare(next(point for point in EVERY if point.get("engine") == "deepspeed-chat"))
     assert found == "ZeRO stage, offloading and mean lengths of rows are not published"
+    memory = next(point for point in EVERY if point["kind"] == "memory")
+    assert compare({**memory, "engine": "vllm"}) == "the memory of vllm is not described"
 
 
 def test_summaries() -> None:
