@@ -131,7 +131,7 @@ class RLEngine:
     ``refit`` is the link through which a generating GPU gets new weights. The key/value cache and the weights fill
     ``shared_cache`` of a GPU's memory that training uses as well, or ``separate_cache`` of others. ``logprob_batch``
     rows of maximum length are in a micro-batch of inference, unless a point has another number. ``holders_send`` is as
-    in the planner's simulation.
+    in the planner's simulation. ``is_continuous``: with rollouts ahead, those of several steps decode together.
     """
 
     traits: EngineTraits
@@ -140,12 +140,15 @@ class RLEngine:
     separate_cache: float
     logprob_batch: int
     holders_send: bool = True
+    is_continuous: bool = False
 
 
 RL_ENGINES = {
-    # Megatron-core trains, vLLM generates, rows are in Ray's object store. Shares and batch of log-probabilities:
+    # Megatron-core trains, vLLM generates, rows are in Ray's object store, prompts of max_trajectory_age_steps further
+    # steps are sampled meanwhile (docs/guides/async-grpo.md). Shares and batch of log-probabilities:
     # NVIDIA-NeMo/RL examples/configs/grpo_math_1B.yaml and the asynchronous recipes in recipes/llm/performance. A refit
     # of Llama-3.1-8B on eight GPUs takes 5 s in version 0.3: https://github.com/NVIDIA-NeMo/RL/issues/959
     "nemo-rl": RLEngine(replace(ENGINES["nemo"].traits, decode_kernels=12, host_row=VLLM_HOST_ROW), Link(16.1e9 / 5),
-                        shared_cache=0.6, separate_cache=0.8, logprob_batch=4, holders_send=False),
+                        shared_cache=0.6, separate_cache=0.8, logprob_batch=4, holders_send=False,
+                        is_continuous=True),
 }  # fmt: skip

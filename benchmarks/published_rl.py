@@ -27,6 +27,7 @@ from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 
 Point = Mapping[str, Any]
+GPU_BYTES = {"h100": 81559 << 20}  # as nvidia-smi lists an H100 with 80 GB; engines take a share of it
 INFERENCE = ("ref_inf", "actor_inf")
 
 
@@ -34,6 +35,8 @@ def missing(point: Point) -> str:
     """Return why a point cannot be predicted, or an empty string."""
     if point["engine"] not in RL_ENGINES:
         return "ZeRO stage, offloading and mean lengths of rows are not published"
+    if "unreliable" in point:
+        return str(point["unreliable"])
     if point["steps_off_policy"] and "n_gpus_generate" not in point:
         return "the number of GPUs that generate is not published"
     if "train_micro_batch" not in point:
@@ -87,27 +90,28 @@ def planner_of(point: Point, hardware: Hardware, tuned: float) -> tuple[Planner,
     )  # fmt: skip
     experiment.dataset.train_bs_n_seqs, ppo = batch, experiment.ppo
     ppo.group_size, ppo.recompute_logprobs, ppo.ppo_n_minibatches = 1, True, batch // point["train_batch"]
-    ppo.gen.max_new_tokens, ppo.gen.max_num_seqs = longest, n_cached_rows(point, engine, hardware)
+    ppo.gen.max_new_tokens, ppo.gen.max_num_seqs = longest, n_cached_rows(point, engine)
     lengths = representative_lengths(default_lengths(point["mean_new"], longest), batch, longest)
     workload = Workload(((prompt,),), lengths)
     graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
     models = dict.fromkeys(graph.roles, model)
     hardware = replace(hardware, host=engine.refit)
     speed = ExpertParallel(hardware, replace(engine.traits, products=tuned), point["train"].get("ep", 1))
-    cost = CostModel(graph, models, roles, speed, workload, hardware.node_size, sampling)
+    ahead = point["steps_off_policy"] if engine.is_continuous else 0
+    cost = CostModel(graph, models, roles, speed, workload, hardware.node_size, sampling, rollouts_at_once=1 + ahead)
     memory = MemoryModel(graph, models, roles, workload, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
     calls = Candidates(cost, memory, hardware, batch, {mfc.name: MicroBatching() for mfc in graph.mfcs})
     planner = Planner(graph, calls, point["n_gpus"], point["steps_off_policy"], holders_send=engine.holders_send)
     return planner, plan_of(point, engine)
 
 
-def n_cached_rows(point: Point, engine: RLEngine, hardware: Hardware) -> int:
+def n_cached_rows(point: Point, engine: RLEngine) -> int:
     """Return how many rows of the mean length fit into the key/value cache of a generating replica."""
     tp, model = point["generate"]["tp"], model_of(point)
     share = engine.separate_cache if point["steps_off_policy"] else engine.shared_cache
     weights = 2 * shard_numels(model, tp, 1)[0]
     per_token = 2 * StageShard(model, tp, model.n_layers, True, True, True).kv_numel
-    return max(1, int((share * hardware.memory - weights) / per_token / point["mean_total"]))
+    return max(1, int((share * GPU_BYTES[point["hardware"]] - weights) / per_token / point["mean_total"]))
 
 
 def plan_of(point: Point, engine: RLEngine) -> ExecutionPlan:
