@@ -1,11 +1,12 @@
-"""Compares the analytic estimator with published times of training and generation on GPUs.
+"""Compares the analytic estimator with published times, memory and whole RL steps on GPUs.
 
     python -m benchmarks.bench_published [FILE ...] [--all]
 
-Prints the errors by source; ``--all`` prints every point. Points are in published_performance.jsonl and in FILEs of the
-same format, each with its source and its conditions. published_engines.py describes their engines, and calibrate.py
-fits the constants of GPUs. Context parallelism counts as an even division of the tokens, expert parallelism as an
-exchange of their hidden states.
+Prints the errors by source with the worst point, and in total by kind; ``--all`` prints every point. Points are in
+published_performance.jsonl and in FILEs of the same format, each with its source and its conditions; those that lack
+conditions are listed with the reason. published_engines.py describes their engines, published_memory.py and
+published_rl.py predict memory and RL steps, and calibrate.py fits the constants of GPUs. Context parallelism counts as
+an even division of the tokens, expert parallelism as an exchange of their hidden states.
 """
 
 import argparse
@@ -19,10 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks import published_memory, published_rl
 from benchmarks.published_engines import PublishedEngine, engine_of
+from benchmarks.published_models import model_of
 from realhf.api.config.choices import Recompute
 from realhf.api.machine import Hardware, Link
-from realhf.api.model_config import Lora, ModelConfig
+from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import stage_layers
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Work, shard_numels
 from realhf.plan.machines.hardware import read_hardware
@@ -32,25 +35,11 @@ POINTS = Path(__file__).with_name("published_performance.jsonl")
 MACHINES = {"a100-80g": "a100", "h100": "h100"}
 TUNED_PRODUCTS = {"a100-80g": 1.04, "h100": 1.29}  # fitted by calibrate.py, for engines in TUNED
 TIMED = ("train", "generate", "decode", "prefill")
-GATED = ("llama", "mixtral")
+TARGETS = {"memory": 0.1, "rl": 0.25}  # largest error
 RECOMPUTE = {"none": None, "selective": Recompute.selective, "full": Recompute.full}
 POWER_LIMIT_W = 700  # of an H100 SXM; the clock grows with the cube root of the power
 NETWORK_EFFICIENCY = 0.85  # as in machines/*.yaml
 Point = Mapping[str, Any]
-
-
-def model_of(point: Point) -> ModelConfig:
-    """Return a model of these sizes; norms, biases and positions are those of llama."""
-    fields = point["model"]
-    heads, n_experts = fields["heads"], fields.get("experts", 0)
-    return ModelConfig(
-        "mixtral" if n_experts else "llama", fields["layers"], fields["hidden"], heads, fields.get("kv_heads", heads),
-        fields.get("head_dim", fields["hidden"] // heads), fields["intermediate"], fields["vocab"], 1 << 20,
-        mlp="gated" if fields["family"] in GATED else "ungated", n_experts=n_experts,
-        experts_per_token=fields.get("experts_per_token", 0),
-        expert_intermediate=fields["intermediate"] if n_experts else 0,
-        lora=Lora(point["lora_rank"]) if "lora_rank" in point else None,
-    )  # fmt: skip
 
 
 def machine_of(point: Point) -> Hardware:
@@ -179,11 +168,22 @@ def published_seconds(point: Point) -> float:
     return point["batch"] * point["new"] / float(point["tokens_per_s"])
 
 
+def compare(point: Point) -> float | str:
+    """Return predicted / published of a point of any kind, or why it cannot be predicted."""
+    if point["kind"] == "memory":
+        return published_memory.missing(point) or published_memory.ratio(point)
+    hardware, tuned = machine_of(point), TUNED_PRODUCTS[point["hardware"]]
+    if point["kind"] == "rl":
+        return published_rl.missing(point) or published_rl.ratio(point, hardware, tuned)
+    return ratio(point, hardware, tuned)
+
+
 def describe(point: Point) -> str:
-    keys = ("seq", "dp", "tp", "pp", "zero", "micro_batch", "global_batch", "recompute", "compiled", "batch", "prompt",
-            "new")  # fmt: skip
+    keys = ("n_gpus", "steps_off_policy", "generate", "seq", "dp", "tp", "pp", "zero", "micro_batch", "global_batch",
+            "recompute", "compiled", "batch", "prompt", "new")  # fmt: skip
     conditions = " ".join(f"{key}={point[key]}" for key in keys if key in point)
-    return f"{point['hardware']} {point['model']['layers']}x{point['model']['hidden']} {conditions}"
+    name = point.get("model_name") or f"{point['model']['layers']}x{point['model']['hidden']}"
+    return f"{point['hardware']} {name} {conditions}"
 
 
 def points(files: Sequence[Path]) -> Iterator[Point]:
@@ -198,26 +198,41 @@ def summary(ratios: Sequence[float]) -> str:
     return f"median error {statistics.median(errors):.1%}, 90 % below {p90:.1%}, root mean square {rms:.1%}"
 
 
+def total(kind: str, ratios: Sequence[float]) -> str:
+    """Return one line about all points of a kind, with the share that meets the target."""
+    line = f"{kind:8} {len(ratios):3} points in total: {summary(ratios)}"
+    if (target := TARGETS.get(kind)) is None:
+        return line
+    return f"{line}; {sum(abs(one - 1) <= target for one in ratios)} within {target:.0%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--all", action="store_true", help="print every point")
     options = parser.parse_args()
-    by_source: dict[tuple[str, str], list[float]] = {}
-    not_compared: Counter[tuple[str, str]] = Counter()
+    by_source: dict[tuple[str, str], list[tuple[float, Point]]] = {}
+    by_kind: dict[str, list[float]] = {}
+    not_compared: Counter[tuple[str, str, str]] = Counter()
     for point in points([POINTS, *options.files]):
-        if point["kind"] not in TIMED:
-            not_compared[point["kind"], point["source"]] += 1
+        found = compare(point)
+        if isinstance(found, str):
+            not_compared[point["kind"], point["source"], found] += 1
             continue
-        found = ratio(point, machine_of(point), TUNED_PRODUCTS[point["hardware"]])
-        by_source.setdefault((point["kind"], point["source"]), []).append(found)
+        by_source.setdefault((point["kind"], point["source"]), []).append((found, point))
+        by_kind.setdefault(point["kind"], []).append(found)
         if options.all:
             print(f"{found:5.2f}  {describe(point)}")
-    for (kind, source), ratios in by_source.items():
+    for (kind, source), several in by_source.items():
+        ratios = [found for found, _ in several]
         print(f"{kind:8} {len(ratios):3} points: {summary(ratios)}, "
               f"predicted / published {min(ratios):.2f} to {max(ratios):.2f}: {source}")  # fmt: skip
-    for (kind, source), n in not_compared.items():
-        print(f"{kind:8} {n:3} points, not compared: {source}")
+        worst, point = max(several, key=lambda pair: abs(pair[0] - 1))
+        print(f"{'':11}worst: {worst:.2f}  {describe(point)}")
+    for (kind, source, reason), n in not_compared.items():
+        print(f"{kind:8} {n:3} points, not compared, {reason}: {source}")
+    for kind, ratios in by_kind.items():
+        print(total(kind, ratios))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ class CostModel:
 
     ``share_prompts``: engines compute a prompt once for all its rows in a micro-batch (``models/engine/packing.py``).
     ``pads_cache``: a decoding step reads as much cache for every row as for the longest, unless the kernel is fused (on
-    CPUs; kernels of GPUs read each row's own, ``ops/varlen.py``).
+    CPUs; kernels of GPUs read each row's own, ``ops/varlen.py``). ``rollouts_at_once``: rows of so many steps decode
+    together, in systems that start rollouts of further steps before the last rows of one end (1: this project).
     """
 
     graph: Graph
@@ -83,6 +84,7 @@ class CostModel:
     environment: EnvironmentLoad | None = None
     pads_cache: bool = False
     rewards: RewardLoad | None = None
+    rollouts_at_once: int = 1
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
@@ -265,17 +267,18 @@ class CostModel:
         if not rows.ids:
             return NO_COST
         assert self.sampling is not None and mfc.role is not None
-        stages, responses = self._stages(mfc, placement, dp), self.sampled(mfc, rows)
+        n, stages = self.rollouts_at_once, self._stages(mfc, placement, dp)
+        responses = n * self.sampled(mfc, rows)
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(responses))
         reads = CacheReads.PADDED if self.pads_cache else CacheReads.OWN
         if self.share_prompts and stages[0][0].is_fused:
             reads = CacheReads.SHARED
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
         timer = DecodeTimer(self.speed, stages, placement.micro_batching.max_tokens_per_mb, send)
-        seconds = timer.seconds(decode_schedule(rows.lengths, responses, slots, reads))
+        seconds = timer.seconds(decode_schedule(n * rows.lengths, responses, slots, reads)) / n
         if self.environment is not None and not mfc.per_prompt:
             seconds = rollout_seconds(self.environment, len(responses), slots, seconds)
-        return Cost(seconds, timer.busy * placement.layout.strategy.tp)
+        return Cost(seconds, timer.busy / n * placement.layout.strategy.tp)
 
 
 def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:

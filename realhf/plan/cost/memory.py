@@ -30,7 +30,7 @@ from realhf.plan.cost.speed import (
     stage_shards,
 )
 from realhf.plan.cost.traffic import realloc_ring_bytes
-from realhf.plan.cost.zero import layer_numels
+from realhf.plan.cost.zero import PerLayer, layer_numels
 
 OPTIMIZER_CHUNK_NUMEL = 1 << 24  # of two chunks of offloaded state (models/engine/optimizer_offload.py)
 SERVER_BYTES = 1e9  # a vLLM process without weights and cache, measured on a CPU
@@ -147,10 +147,8 @@ class MemoryModel:
             case Kind.TRAIN:
                 rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
                 work = self._largest(mfc, placement, rows)
-                stages = enumerate(self.footprint.train_bytes(shard, work) for shard in shards)
-                # 1F1B: stage s has pp - s micro-batches in flight
-                peaks = [(strategy.pp - stage - 1) * kept + peak for stage, (kept, peak) in stages]
-                return common + Bytes(activations=max(peaks), optimizer=self._chunks(mfc.role, role, strategy))
+                activations = max(pipelined_bytes(self.footprint, shards, work))
+                return common + Bytes(activations=activations, optimizer=self._chunks(mfc.role, role, strategy))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
                 return common + Bytes(activations=max(self.footprint.forward_bytes(p, work) for p in shards))
@@ -162,18 +160,11 @@ class MemoryModel:
                 return common + needed
 
     def _layers(self, mfc: MFC, strategy: ParallelStrategy) -> float:
-        """Return the bytes of the layers that a pass has in memory with ZeRO-2 or ZeRO-3 (models/zero).
-
-        Weights: one layer and the message with the next one. Gradients: of one layer, and what is being reduced.
-        """
+        """Return the bytes of the layers that a pass has in memory with ZeRO-2 or ZeRO-3, at the largest stage."""
         assert mfc.role is not None
         role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy.tp, strategy.pp)
-        stage, nbytes = role.zero_stage(strategy), 0.0
-        if stage == 3:
-            nbytes += itemsize(role) * max(layers.largest + layers.block for layers in stages)
-        if stage > 1 and mfc.is_train:
-            nbytes += 2 * 4 * max(layers.largest for layers in stages)
-        return nbytes
+        return max(sharded_layer_bytes(layers, itemsize(role), role.zero_stage(strategy), mfc.is_train)
+                   for layers in stages)  # fmt: skip
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""
@@ -269,6 +260,22 @@ class MemoryModel:
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
         logits = 8.0 * slots * config.vocab  # logits and the sampler's copy
         return Bytes(activations=work, kv_cache=float(cache * n_cached * longest * size), buffers=logits)
+
+
+def pipelined_bytes(footprint: Footprint, shards: Sequence[StageShard], work: Work) -> list[float]:
+    """Return the peak of activations per stage: with 1F1B, stage ``s`` has ``pp - s`` micro-batches in flight."""
+    stages = enumerate(footprint.train_bytes(shard, work) for shard in shards)
+    return [(len(shards) - stage - 1) * kept + peak for stage, (kept, peak) in stages]
+
+
+def sharded_layer_bytes(layers: PerLayer, itemsize: int, zero_stage: int, trains: bool) -> float:
+    """Return the bytes of a stage's layers that a pass has in memory with ZeRO-2 or ZeRO-3 (models/zero).
+
+    Weights: one layer and the message with the next one. Gradients: of one layer, and what is being reduced.
+    """
+    gathered = itemsize * (layers.largest + layers.block) if zero_stage == 3 else 0.0
+    reduced = 2 * 4 * layers.largest if zero_stage > 1 and trains else 0.0
+    return gathered + reduced
 
 
 def _first_prefill(lengths: tuple[int, ...], limit: int) -> Work:

@@ -142,8 +142,12 @@ def base_bytes(config: ModelConfig, tp: int, pp: int, itemsize: int) -> tuple[in
 
 @lru_cache(maxsize=4096)
 def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int) -> tuple[int, ...]:
-    totals = [0] * pp
-    stages = stage_layers(config, pp)
+    return stage_numels(specs, tp, stage_layers(config, pp))
+
+
+def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[range]) -> tuple[int, ...]:
+    """Return the parameters of each stage, whose layers are given, on the first of ``tp`` tensor ranks."""
+    totals = [0] * len(stages)
     for spec in specs:
         numel = box_numel(shard_box(spec, tp, 0))
         for stage, layers in enumerate(stages):

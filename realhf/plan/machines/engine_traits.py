@@ -16,7 +16,8 @@ class EngineTraits:
     forward passes of the vocabulary head in a training pass, with those that are computed again.
     ``decode_kernels`` are the kernels of a block in a captured decoding step. ``captures_decoding`` False: decoding
     steps are never graphs. ``has_grouped_kv`` False: keys and values are repeated for every query head. ``tp_overlap``
-    is the fraction of tensor-parallel communication that a training pass hides. ``launches`` are the kernels of a block
+    is the fraction of tensor-parallel communication that a training pass hides. ``host_row`` is in seconds: between two
+    captured decoding steps the device waits so long for the host, for each row. ``launches`` are the kernels of a block
     that the host launches outside of a graph in an inference pass, a training pass and a decoding step (None: as
     counted for this engine).
     """
@@ -33,7 +34,28 @@ class EngineTraits:
     captures_decoding: bool = True
     has_grouped_kv: bool = True
     tp_overlap: float = 0.0
+    host_row: float = 0.0
     launches: tuple[int, int, int] | None = None
 
 
 OWN = EngineTraits()
+
+
+@dataclass(frozen=True)
+class MemoryTraits:
+    """What determines an engine's activation memory; the defaults are those of ``models/engine``.
+
+    Attention saves ``saved_queries`` copies of the width of queries and ``saved_keys`` of that of keys for the backward
+    pass. While the loss is computed, all logits exist with ``logits_bytes`` each (0: a chunk of them). A pass without
+    autograd needs ``workspace_elements`` per token, as multiples of the hidden size (0: the temporaries of a block),
+    and ``score_bytes`` for each attention score of all rows.
+    """
+
+    saved_queries: int = 3  # as projected, rotated, and the output
+    saved_keys: int = 3  # keys and values as projected, rotated keys
+    logits_bytes: int = 0
+    workspace_elements: float = 0.0
+    score_bytes: int = 0
+
+
+OWN_MEMORY = MemoryTraits()

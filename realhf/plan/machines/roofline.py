@@ -10,7 +10,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.overlap import exposed_tp_backward
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 from realhf.plan.machines.collectives import collective_seconds
-from realhf.plan.machines.engine_traits import OWN, EngineTraits
+from realhf.plan.machines.engine_traits import OWN, OWN_MEMORY, EngineTraits, MemoryTraits
 from realhf.plan.machines.launches import launches_of
 from realhf.plan.machines.products import Product, backward_products, block_products, column_parallel, product_seconds
 
@@ -80,7 +80,8 @@ class Roofline:
         block = products + attention + self._all_reduces(shard, rows, ranks)
         if not self._is_captured(shard):
             block = max(block, self._launches(shard)[2])
-        return shard.n_blocks * block + self._ends(shard, rows)
+        host = self.traits.host_row * rows if shard.last else 0.0
+        return shard.n_blocks * block + self._ends(shard, rows) + host
 
     def _is_captured(self, shard: StageShard) -> bool:
         """Return True if decoding steps are CUDA graphs, which models/engine/decode/cuda_graphs.py decides."""
@@ -204,13 +205,14 @@ class Roofline:
 
 @dataclass(frozen=True)
 class AnalyticMemory:
-    """``Footprint`` derived from the tensors that models/ and engine/ allocate."""
+    """``Footprint`` derived from the tensors that models/ and engine/ allocate, or another engine by its traits."""
 
     device: str
+    traits: MemoryTraits = OWN_MEMORY
 
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
         config, size = shard.model, shard.itemsize
-        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards)
+        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards, self.traits)
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
@@ -225,7 +227,9 @@ class AnalyticMemory:
         return kept * work.tokens * size, peak
 
     def forward_bytes(self, shard: StageShard, work: Work) -> float:
-        return self._temporary_numel(shard) * work.tokens * shard.itemsize + self._logits(shard, work)
+        numel = self.traits.workspace_elements * shard.model.hidden or self._temporary_numel(shard)
+        scores = self.traits.score_bytes * 2 * work.pairs * shard.model.n_heads / shard.tp
+        return numel * work.tokens * shard.itemsize + scores + self._logits(shard, work)
 
     def _temporary_numel(self, shard: StageShard) -> float:
         """Peak elements per token inside a block when no activations are saved."""
@@ -238,10 +242,14 @@ class AnalyticMemory:
     def _logits(self, shard: StageShard, work: Work) -> float:
         if not shard.last or shard.model.head != "lm":
             return 0.0
+        if self.traits.logits_bytes:
+            return self.traits.logits_bytes * work.tokens * shard.model.vocab / shard.tp
         return min(LOGITS_BYTES.get(self.device, DEFAULT_LOGITS_BYTES), 4.0 * work.tokens * shard.model.vocab)
 
 
-def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool, input_shards: int = 1) -> float:
+def saved_activation_numel(
+    config: ModelConfig, tp: int, sequence_parallel: bool, input_shards: int = 1, traits: MemoryTraits = OWN_MEMORY
+) -> float:
     """Return the elements per token that autograd saves for a block of models/blocks.py.
 
     They are the residual stream (twice) and its two normalized copies, the QKV projection, rotated queries and keys,
@@ -252,7 +260,7 @@ def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool
     share = tp if sequence_parallel else 1
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
     residual = config.hidden * (2 / share + 2 / input_shards)
-    attention = config.head_dim * ((heads + 2 * kv) + (heads + kv) + heads)
+    attention = config.head_dim * (traits.saved_queries * heads + traits.saved_keys * kv)
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
     per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token

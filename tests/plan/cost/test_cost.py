@@ -174,6 +174,15 @@ def test_a_long_tail_costs_more_than_its_mean() -> None:
     assert generation(equal, 4) - outside == pytest.approx(3 * step)
 
 
+def test_rollouts_of_several_steps_share_a_long_tail() -> None:
+    """Of two steps at once, each takes half of the time of a call with all their rows."""
+    cost = generating((2, 2, 2, 10))
+    together = replace(cost, rollouts_at_once=2)
+    outside = Roofline(TOY).interface("ppo_actor/generate", 8, 32)
+    assert generation(together, 4) - outside == pytest.approx((generation(cost, 8) - outside) / 2)
+    assert generation(together, 4) < 0.7 * generation(cost, 4)
+
+
 def test_rows_read_their_own_cache_or_as_much_as_the_longest() -> None:
     """Responses of 3 and 9 tokens and prompts of 4: after two steps one row is left, so that both read the same."""
     wide = generating((3, 9), hardware=replace(TOY, memory_bandwidth=1e9))

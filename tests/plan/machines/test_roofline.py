@@ -13,10 +13,12 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.plan.machines.engine_traits import EngineTraits, MemoryTraits
 from realhf.plan.machines.launches import counted_launches, launches_of
 from realhf.plan.machines.roofline import (
     KERNELS_PER_BLOCK,
     OPTIMIZER_BYTES,
+    AnalyticMemory,
     Roofline,
     saved_activation_numel,
 )
@@ -238,3 +240,25 @@ def test_saved_activations_per_token() -> None:
     assert saved_activation_numel(replace(LLAMA, mlp="ungated"), 1, False) == 4 * 64 + 288 + 2 * 160
     routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
     assert saved_activation_numel(replace(MOE, n_experts=4), 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed
+
+
+def test_activations_of_another_engine() -> None:
+    """It saves queries, keys and the output once, has all logits with 8 bytes each, and stores scores in a pass."""
+    traits = MemoryTraits(saved_queries=2, saved_keys=2, logits_bytes=8, workspace_elements=17, score_bytes=6)
+    other, own = AnalyticMemory("cuda", traits), AnalyticMemory("cuda")
+    shard, work = whole(LLAMA, bf16=True), Work.of([50, 20])
+    unsaved = 4 * (64 + 2 * 32 / 2) * 70 * 2  # in four blocks: a copy of the queries, and one of the keys
+    assert own.train_bytes(shard, work)[0] - other.train_bytes(shard, work)[0] == unsaved
+    logits = 8 * 120 * 70
+    assert other.train_bytes(shard, work)[1] - own.train_bytes(shard, work)[1] == logits - 4 * 120 * 70 - unsaved
+    scores = 6 * 8 * (50 * 51 + 20 * 21)  # of eight heads, half of them masked
+    assert other.forward_bytes(shard, work) == 17 * 64 * 70 * 2 + scores + logits
+    half = whole(LLAMA, tp=2, bf16=True)
+    assert other.forward_bytes(half, work) == 17 * 64 * 70 * 2 + (scores + logits) / 2
+
+
+def test_a_decoding_step_waits_for_the_host_once() -> None:
+    own, other = (Roofline(TOY, EngineTraits(host_row=host)) for host in (0.0, 1e-3))
+    first, last = (replace(whole(LLAMA), first=i == 0, last=i == 1) for i in range(2))
+    waits = [other.decode(shard, 7, 30, (0,)) - own.decode(shard, 7, 30, (0,)) for shard in (first, last)]
+    assert waits == [0.0, pytest.approx(7e-3)]
