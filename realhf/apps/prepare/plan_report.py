@@ -44,8 +44,12 @@ class PlanReport:
     @property
     def relative_error(self) -> float:
         """Expected relative error of the step's seconds, as a standard deviation."""
-        kinds = seconds_by_kind(self.prediction.timeline, self.graph)
-        return seconds_error(kinds, self.machine.hardware.errors) / max(self.prediction.seconds, 1e-12)
+        return self.relative_error_of(self.prediction)
+
+    def relative_error_of(self, prediction: Prediction) -> float:
+        """Return the expected relative error of the seconds of a predicted step of this run."""
+        kinds = seconds_by_kind(prediction.timeline, self.graph)
+        return seconds_error(kinds, self.machine.hardware.errors) / max(prediction.seconds, 1e-12)
 
     def is_equal(self, first: Prediction, second: Prediction) -> bool:
         """Return whether two predicted steps are closer than the expected error of their difference."""

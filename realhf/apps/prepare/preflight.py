@@ -98,7 +98,8 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
                                    machine.hardware.peak_flops, machine.hardware.peak_bandwidth,
-                                   checkpoint_plan(report))  # fmt: skip
+                                   checkpoint_plan(report), report.relative_error,
+                                   machine.hardware.errors)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
     experiment = report.experiment
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,

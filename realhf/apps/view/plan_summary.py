@@ -5,6 +5,7 @@ from statistics import fmean
 from realhf.api.machine import Workload
 from realhf.apps.prepare.cadence import checkpoint_plan
 from realhf.apps.prepare.plan_report import PlanReport
+from realhf.apps.view.error_text import with_error
 from realhf.apps.view.tables import Listing
 from realhf.plan.advice.throughput import Economy
 
@@ -14,9 +15,8 @@ def step_table(report: PlanReport) -> Listing:
     shares = prediction.critical_shares.items()
     path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
     low, high = ("", "") if report.machine.is_measured else ("at least ", "at most ")
-    error = f"expected error {100 * report.relative_error:.0f}%"
     rows = [
-        (f"{low}" if low else "predicted", f"{prediction.seconds:.4g} s, {error}"),
+        (f"{low}" if low else "predicted", with_error(f"{prediction.seconds:.4g} s", report.relative_error)),
         ("throughput", f"{high}{rate_text(found.tokens_per_s)} {found.word} tokens/s, "
                        f"{rate_text(found.tokens_per_s_per_worker)} per {_device(report)}"),
         ("MFU", f"{high}{100 * found.mfu:.3g}%" if found.mfu else "unknown: the hardware has no peak_flops"),

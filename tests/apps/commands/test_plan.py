@@ -49,6 +49,7 @@ def test_tables(plan: Command) -> None:
     assert float(needs.split()[0]) == pytest.approx(stored["peak_bytes"] / 1e9, rel=0.01)
     step = dict(row for row in result.table("step"))
     assert float(step["at least"].split()[0]) == pytest.approx(stored["step_s"], rel=1e-3)
+    assert step["at least"].endswith(f" s \u00b1 {stored['step_error']:.0%}") and 0.1 < stored["step_error"] < 0.25
     assert "actor_gen" in step["critical path"]
     rate, per_gpu = re.fullmatch(r"at most (\S+) trained tokens/s, (\S+) per GPU", step["throughput"]).groups()
     tokens = 32 * (1024 + 256)
@@ -110,6 +111,7 @@ def test_comparison_of_modes(plan: Command) -> None:
     assert rows[2][5].startswith("d8t1p1@0-7: actor_gen; d2t2p2@0-7: rew_inf, ref_inf")
     shares = [float(row[2]) for row in rows]
     assert min(shares) == shares[1] == 1.0  # search is never worse
+    assert all(re.fullmatch(r"[\d.]+ s \u00b1 \d+%", row[1]) for row in rows)
     images = [svg for svg in ET.parse(plan.folder / "c.svg").getroot() if svg.tag == f"{SVG}svg"]
     tops = [float(svg.attrib["y"]) for svg in images]
     bottoms = [top + float(svg.attrib["height"]) for top, svg in zip(tops, images, strict=True)]
