@@ -6,7 +6,8 @@ from realhf.api.machine import Workload
 from realhf.apps.prepare.cadence import checkpoint_plan
 from realhf.apps.prepare.plan_report import PlanReport
 from realhf.apps.view.error_text import with_error
-from realhf.apps.view.tables import Listing
+from realhf.apps.view.tables import Listing, size_text
+from realhf.plan.advice.expected_error import margin_text
 from realhf.plan.advice.throughput import Economy
 
 
@@ -27,7 +28,11 @@ def step_table(report: PlanReport) -> Listing:
         rows.append(("search", str(report.search)))
     if checkpoints := checkpoint_plan(report):
         rows.append(("checkpoints", str(checkpoints)))
-    rows += [("workers busy", f"{100 * (1 - prediction.timeline.idle):.0f}%"), ("critical path", path)]
+    hardware = report.machine.hardware
+    peak = with_error(size_text(prediction.peak), hardware.errors.memory)
+    memory = f"peak {peak}; a worker has {size_text(hardware.memory)}, of which plans leave {margin_text(hardware)}"
+    busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
+    rows += [("memory", memory), ("workers busy", busy), ("critical path", path)]
     return Listing("step", "ll", (), tuple((name.strip(), text) for name, text in rows))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import hypot, sqrt
 
 from realhf.api.graph import MFC, Graph, Kind
-from realhf.api.machine import ExpectedErrors
+from realhf.api.machine import ExpectedErrors, Hardware
 from realhf.api.program import Compute
 from realhf.plan.machines.profile import Profile
 from realhf.plan.search.timeline import Timeline
@@ -60,3 +60,10 @@ def measured_errors(profile: Profile, unmeasured: ExpectedErrors) -> ExpectedErr
     known = profile.errors
     found = {kind: hypot(known[name], COMPOSITION_ERROR) for kind, name in OPERATIONS.items() if name in known}
     return replace(unmeasured, **found)
+
+
+def margin_text(hardware: Hardware) -> str:
+    """Return the part of a device's memory that plans leave free, and why if it follows from an expected error."""
+    text = f"{hardware.reserve_fraction:.0%} free"
+    is_given = hardware.memory_reserve_fraction is not None
+    return text if is_given else f"{text} for the expected error of {hardware.errors.memory:.0%}"

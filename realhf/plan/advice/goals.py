@@ -34,7 +34,7 @@ def least_memory(planner: Planner, seed: int = 1, budget_s: float = 60.0) -> Pla
     placements = {m.name: table[m.name][i].placement for m, i in zip(planner.graph.mfcs, result.choice, strict=True)}
     smallest = min([ExecutionPlan(planner.n_workers, placements), *heuristics], key=lambda plan: _peak(planner, plan))
     hardware = planner.calls.hardware
-    memory = SLACK * _peak(planner, smallest) / (1 - hardware.memory_reserve_fraction)
+    memory = SLACK * _peak(planner, smallest) / (1 - hardware.reserve_fraction)
     tight = replace(planner, calls=replace(planner.calls, hardware=replace(hardware, memory=memory)))
     found = tight.search(seed, budget_s / 2)
     if tight.fits(found.plan):

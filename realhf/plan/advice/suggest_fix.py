@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from realhf.api.execution_plan import ExecutionPlan
+from realhf.plan.advice.expected_error import margin_text
 from realhf.plan.advice.remedies import (
     MICRO_BATCHING,
     SAME_NUMERICS,
@@ -41,7 +42,7 @@ def out_of_memory_message(planner: Planner, prediction: Prediction, replan: Plan
     shown = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * peak.total)
     hardware = planner.calls.hardware
     return (f"worker {rank} would need {peak.total / 1e9:.4g} GB ({shown}), it has {hardware.memory / 1e9:.4g}, "
-            f"of which plans leave {hardware.memory_reserve_fraction:.0%} free; "
+            f"of which plans leave {margin_text(hardware)}; "
             f"{suggest_fix(planner, replan, max_num_seqs_option)}")  # fmt: skip
 
 

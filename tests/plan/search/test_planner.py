@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Hardware, Link, Workload
+from realhf.api.machine import Hardware, Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.machines.roofline import Roofline
@@ -82,7 +82,7 @@ def test_micro_batches_shrink_until_a_plan_fits(share: float) -> None:
     rows = Workload(((60,),), (140,))
     large = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
     peak = large.predict(large.by_heuristic("symmetric")).peak
-    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - MEMORY_RESERVE_FRACTION)), WIDE, 128, rows)
+    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - TOY.reserve_fraction)), WIDE, 128, rows)
     plan, found = tight.by_heuristic("symmetric"), tight.search()
     finest = {name: replace(limit, max_tokens_per_mb=512, max_num_seqs=8) for name, limit in tight.calls.limits.items()}
     leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})
