@@ -77,7 +77,8 @@ class PlanReport:
         if mode != "manual":
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment, allocation_mode=mode)
-        plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
+        models, roles = self.planner.calls.cost.models, self.experiment.roles()
+        plan = allocate(self.graph, config, options, models, self.device, roles)
         plan, _ = plan_for_mode(self.planner, config, plan)
         return plan, self.planner.predict(plan)
 
@@ -89,5 +90,6 @@ class PlanReport:
         """Return why the plan does not fit, with a suggested fix."""
         mode = self.experiment.allocation_mode
         option = next((o.key for o in options_of(type(self.experiment)) if o.key.endswith("max_num_seqs")), "no slots")
-        return out_of_memory_message(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
-                         "" if mode in PLANNED else option)  # fmt: skip
+        return out_of_memory_message(self.planner, self.plan, self.prediction,
+                                     lambda planner: replan(planner, mode, self.plan),
+                                     "" if mode in PLANNED else option)  # fmt: skip

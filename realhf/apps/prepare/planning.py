@@ -94,13 +94,14 @@ def plan_for_mode(
 def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan of an allocation mode for a modified planner, where ``plan`` was that of the original one.
 
-    A search is approximated by the heuristics.
+    A search is approximated by the heuristics. Of a given plan only the layouts remain: micro-batches are those of the
+    options, and memory savings are chosen again.
     """
     if mode in PLANNED:
         plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
-    placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
+    placements = {n: replace(p, micro_batching=limits[n], saving=None) for n, p in plan.placements.items()}
     return planner.with_savings(planner.with_zero3(replace(plan, placements=placements)))
 
 

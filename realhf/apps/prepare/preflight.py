@@ -129,7 +129,8 @@ def _check(
     findings.invalid += experiment.model_problems(known)
     plan = machine = rows = held_out = None
     if graph:
-        plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))
+        options = experiment.placements()
+        plan = findings.attempt(lambda: allocate(graph, experiment, options, known, device or "cpu", roles))
     if launching or any(experiment.dataset.sources):
         rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:

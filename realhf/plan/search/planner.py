@@ -196,9 +196,10 @@ class Planner:
     def with_savings(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with given layouts in which training calls save memory in the fastest way that fits together.
 
-        If nothing fits, it is the way with the smallest peak.
+        If nothing fits, it is the way with the smallest peak. Calls that have a saving keep it.
         """
-        if not (trainers := [mfc for mfc in self.graph.mfcs if self.calls.savings(mfc) != [None]]):
+        free = [mfc for mfc in self.graph.mfcs if plan[mfc.name].saving is None]
+        if not (trainers := [mfc for mfc in free if self.calls.savings(mfc) != [None]]):
             return plan
         ways: list[tuple[float, ExecutionPlan]] = []
         for savings in product(*map(self.calls.savings, trainers)):

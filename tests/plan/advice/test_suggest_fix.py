@@ -37,8 +37,9 @@ NEEDED = peak(LARGE, fixed(LARGE))
 
 def test_message_names_worker_largest_parts_and_fix() -> None:
     planner = planner_with(NEEDED - 1)
-    prediction = planner.predict(fixed(planner))
-    text = out_of_memory_message(planner, prediction, fixed, "ppo.gen.max_num_seqs")
+    plan = fixed(planner)
+    prediction = planner.predict(plan)
+    text = out_of_memory_message(planner, plan, prediction, fixed, "ppo.gen.max_num_seqs")
     found = re.fullmatch(
         r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
         r"which plans leave 9% free for the expected error of 10%; it fits with (.*)",
