@@ -107,7 +107,7 @@ class Planner:
         over tables are simulated, and the fastest is returned. ``starts`` may be plans for fewer workers.
         """
         deadline = time.monotonic() + budget_s
-        plans = [*(replace(plan, n_workers=self.n_workers) for plan in starts), *self._heuristic_plans()]
+        plans = [*self.enlarged(starts), *self._heuristic_plans()]
         chosen, begin = [plan_layouts(plan) for plan in plans], time.monotonic()
         simulated = self._simulate(plans)
         reserved_s = N_SIMULATED / max(1, len(simulated)) * (time.monotonic() - begin)
@@ -149,6 +149,16 @@ class Planner:
                 if (found := self.predict(changed)).seconds < prediction.seconds:
                     plan, prediction = changed, found
         return plan, prediction
+
+    def enlarged(self, plans: Sequence[ExecutionPlan]) -> list[ExecutionPlan]:
+        """Return plans for fewer workers as plans for all, without those that a profile cannot predict."""
+        found: list[ExecutionPlan] = []
+        for plan in plans:
+            with suppress(ValueError):
+                larger = replace(plan, n_workers=self.n_workers)
+                self.predict(larger)
+                found.append(larger)
+        return found
 
     def _heuristic_plans(self) -> list[ExecutionPlan]:
         plans: list[ExecutionPlan] = []

@@ -173,8 +173,10 @@ def test_layouts_without_a_profile_are_not_used() -> None:
     found = planner.search()
     assert all(found.plan[name].layout.strategy.tp == 1 for name in ("actor_gen", "rew_inf", "ref_inf", "critic_inf"))
     assert planner.predict(found.plan).seconds > 0
+    unknown = ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs})
+    assert planner.search(starts=[unknown, found.plan]).seconds <= found.seconds
     with pytest.raises(ValueError, match="no profile of"):
-        planner.predict(ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs}))
+        planner.predict(unknown)
 
 
 def test_a_long_tail_delays_the_step_unless_other_calls_overlap_with_it() -> None:
