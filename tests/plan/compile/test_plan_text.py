@@ -80,7 +80,7 @@ def model_options(draw: st.DrawFn) -> ModelSpec:
     offload = draw(SWITCHES if backend is Backend.native else st.sampled_from([False, AUTO]))
     optimizer, lora = OptimizerConfig(offload=offload), LoraOptions(rank=draw(st.sampled_from([0, 0, 4])))
     return ModelSpec(gradient_checkpointing=draw(SWITCHES), recompute_granularity=draw(st.sampled_from(Recompute)),
-                     optimizer=optimizer, backend=backend, zero_stage=draw(st.sampled_from([1, 3])),
+                     optimizer=optimizer, backend=backend, zero_stage=draw(st.sampled_from([1, 3, AUTO])),
                      lora=lora)  # fmt: skip
 
 

@@ -179,6 +179,34 @@ def test_layouts_without_a_profile_are_not_used() -> None:
         planner.predict(unknown)
 
 
+def test_a_search_chooses_between_weights_in_copies_and_in_shares() -> None:
+    """Copies fit on few workers of the mesh; a search with both has the plans of either."""
+    large = replace(TOY, memory=0.7 * 573e6 / (1 - TOY.reserve_fraction))
+    planners = {stage: ppo_planner(4, large, WIDE, 64, zero_stage=stage) for stage in (1, 3, "auto")}
+    training = {stage: {str(c.placement.layout.strategy) for c in planner.candidates([])["actor_train"]}
+                for stage, planner in planners.items()}  # fmt: skip
+    assert training["auto"] == training[1] | training[3] and "d4t1p1z3" in training[3] - training[1]
+    generating = planners["auto"].candidates([])["actor_gen"]
+    assert not any(candidate.placement.layout.strategy.zero3 for candidate in generating)
+    found = {stage: planner.search() for stage, planner in planners.items()}
+    assert found["auto"].plan["actor_train"].layout.strategy.zero3
+    assert found["auto"].seconds < 0.95 * found[1].seconds and found["auto"].seconds <= found[3].seconds
+    roomy = {stage: ppo_planner(4, replace(TOY, memory=1e12), WIDE, 8, zero_stage=stage) for stage in (1, "auto")}
+    assert roomy["auto"].search().seconds == roomy[1].search().seconds
+
+
+def test_a_rule_shares_weights_if_copies_are_too_large() -> None:
+    tight = replace(TOY, memory=421e6 / (1 - TOY.reserve_fraction))
+    rooms = {"tight": tight, "roomy": replace(TOY, memory=1e12)}
+    free, copies = ({room: ppo_planner(4, machine, WIDE, 8, zero_stage=stage) for room, machine in rooms.items()}
+                    for stage in ("auto", 1))  # fmt: skip
+    plans = {room: planner.by_heuristic("symmetric") for room, planner in free.items()}
+    assert plans["tight"]["actor_train"].layout.strategy.zero3 and free["tight"].fits(plans["tight"])
+    assert plans["roomy"] == copies["roomy"].by_heuristic("symmetric")
+    slower = copies["tight"].predict(copies["tight"].by_heuristic("symmetric")).seconds
+    assert free["tight"].predict(plans["tight"]).seconds < slower
+
+
 def test_a_long_tail_delays_the_step_unless_other_calls_overlap_with_it() -> None:
     """Generation on two workers, everything else on the others, with the same mean length with and without a tail."""
     steps, sums = dict[tuple[bool, int], float](), dict[bool, float]()
