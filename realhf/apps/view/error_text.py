@@ -21,11 +21,16 @@ def expected_step_text(expected: ExpectedPerformance) -> str:
 
 
 def agreement_text(measured: float, expected: ExpectedPerformance) -> str:
-    """Compare measured seconds of a step with the prediction: their ratio, and whether they differ by its error."""
+    """Compare measured seconds of a step with the prediction: their ratio, and whether they differ by its error.
+
+    A step may be slower than a limit, so that is not a wrong prediction.
+    """
     text = f"{duration_text(measured)} ({expected_step_text(expected)})"
     if not expected.step_error or not expected.step_s:
         return text
     difference = measured / expected.step_s - 1
+    if not expected.is_measured and difference > expected.step_error:
+        return f"{text}: {1 + difference:.2g} times this limit"
     amount = f"{abs(difference):.0%} {'slower' if difference > 0 else 'faster'}"
     where = "within" if abs(difference) <= expected.step_error else "outside"
     return f"{text}: {amount}, {where} the expected error"

@@ -31,7 +31,9 @@ def test_the_measured_step_is_compared_with_the_prediction() -> None:
     assert agreement_text(8.0, EXPECTED) == "8 s (predicted 10 s \u00b1 15%): 20% faster, outside the expected error"
     limit = replace(EXPECTED, is_measured=False)
     assert expected_step_text(limit) == "at least 10 s \u00b1 15%"
-    assert agreement_text(30.0, limit) == "30 s (at least 10 s \u00b1 15%): 200% slower, outside the expected error"
+    assert agreement_text(30.0, limit) == "30 s (at least 10 s \u00b1 15%): 3 times this limit"
+    assert agreement_text(11.0, limit).endswith(": 10% slower, within the expected error")
+    assert agreement_text(8.0, limit).endswith(": 20% faster, outside the expected error")
 
 
 def test_without_a_known_error_nothing_is_judged() -> None:
