@@ -138,7 +138,7 @@ def main() -> None:
     killed = rejected = 0
     for case in CASES:
         predicted, measured, survived = run(case, folder)
-        fits = predicted <= (1.0 - read_hardware("cpu").memory_reserve_fraction) * LIMIT
+        fits = predicted <= (1.0 - read_hardware("cpu").reserve_fraction) * LIMIT
         killed += fits and not survived
         rejected += survived and not fits
         print(f"{case}: predicted {predicted / 1e6:.0f} MB, used {measured / 1e6:.0f} of {LIMIT / 1e6:.0f} MB: "

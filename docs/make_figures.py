@@ -95,7 +95,8 @@ def program_figure() -> str:
     """Draw the instructions of four calls of PPO on four workers."""
     graph, experiment = ppo_graph(), PPOExperiment()
     experiment.n_gpus_per_node, experiment.allocation_mode = 4, "actor_gen:d4,actor_train:d2t2,ref_inf:d2t2,*:d4"
-    plan = allocate(graph, experiment, {mfc.name: vars(experiment)[mfc.name] for mfc in graph.mfcs}, {}, "cpu")
+    plan = allocate(graph, experiment, {mfc.name: vars(experiment)[mfc.name] for mfc in graph.mfcs}, {}, "cpu",
+                    experiment.roles())  # fmt: skip
     program = compile_program(graph, plan)
     drawing = Drawing(760, 242, "The program of four calls")
     for y, name in enumerate(("actor_gen", "ref_inf", "critic_train", "actor_train")):

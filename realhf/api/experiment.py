@@ -58,11 +58,12 @@ class RoleSpec:
     def zero_stage(self, strategy: ParallelStrategy) -> int:
         """Return the ZeRO stage of the role's training with a strategy; 1 on one data-parallel rank.
 
-        A layout says whether weights are sharded; without it the stage is 2 at most.
+        A layout says whether weights are sharded; without it the stage is 2 at most, and 1 if the planner chooses.
         """
         if strategy.dp == 1:
             return 1
-        return 3 if strategy.zero3 else min(self.spec.zero_stage, 2)
+        stage = self.spec.zero_stage
+        return 3 if strategy.zero3 else min(1 if isinstance(stage, str) else stage, 2)
 
 
 class Experiment(ExperimentConfig):

@@ -6,9 +6,6 @@ from functools import cached_property
 
 from realhf.api.batch_meta import PROMPT, RowId
 
-MEMORY_RESERVE_FRACTION = 0.05
-"""Default fraction of a device's memory that plans keep free, because running out of memory ends the run."""
-
 
 @dataclass(frozen=True)
 class Link:
@@ -51,8 +48,9 @@ class Hardware:
     attention kernels on long rows (0: as ``flops``); ``peak_flops`` and ``peak_bandwidth`` are data-sheet values for
     MFU and MBU (0: not reported). ``kernel`` is the time of the smallest kernel in a CUDA graph, ``launch`` the time in
     which the host launches one outside of a graph, ``call`` a round trip from the master to a worker.
-    ``compute_capability`` is that of CUDA. ``memory`` is per device; ``reserved`` is used by runtime and libraries, and
-    plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of workers of a node that compute at full speed
+    ``compute_capability`` is that of CUDA. ``memory`` is per device; ``reserved`` is used by runtime and libraries.
+    Plans keep ``memory_reserve_fraction`` free, because running out of memory ends the run; None: as much as peaks
+    exceed predictions by ``errors.memory``. ``cores`` is the number of workers of a node that compute at full speed
     concurrently: CPU workers share cores (0: no sharing). Links are per device: ``node`` within a node, ``cluster``
     between nodes, ``host`` to the memory of offloaded weights, ``disk`` to the storage of checkpoints.
 
@@ -73,7 +71,7 @@ class Hardware:
     kernel: float
     call: float
     reserved: float = 0.0
-    memory_reserve_fraction: float = MEMORY_RESERVE_FRACTION
+    memory_reserve_fraction: float | None = None
     cores: int = 0
     peak_flops: float = 0.0
     peak_bandwidth: float = 0.0
@@ -88,9 +86,16 @@ class Hardware:
     errors: ExpectedErrors = ExpectedErrors()
 
     @property
+    def reserve_fraction(self) -> float:
+        """Fraction of a device's memory that plans keep free: a predicted peak, times 1 + its error, fits."""
+        if self.memory_reserve_fraction is not None:
+            return self.memory_reserve_fraction
+        return self.errors.memory / (1.0 + self.errors.memory)
+
+    @property
     def usable(self) -> float:
         """Bytes of a device that a plan may allocate."""
-        return self.memory * (1.0 - self.memory_reserve_fraction)
+        return self.memory * (1.0 - self.reserve_fraction)
 
     def link(self, src: int, dst: int) -> Link:
         """Return the link between two workers: the device's own memory, the node link, or the network."""

@@ -8,6 +8,7 @@ from realhf.api.curriculum import CurriculumRules
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
+from realhf.api.machine import ExpectedErrors
 from realhf.api.model_config import Lora, ModelConfig
 from realhf.api.program import Program
 from realhf.arch.hf_config import read_hf_config
@@ -25,7 +26,8 @@ class ExpectedPerformance:
     """Prediction before the launch: seconds per step and per call, peak bytes of a worker.
 
     ``is_measured`` is True if it is based on a profile of this machine. Peak rates are from a data sheet; 0 if unknown.
-    ``checkpoints`` are those of ``exp_ctrl.ckpt_freq_steps=auto``.
+    ``checkpoints`` are those of ``exp_ctrl.ckpt_freq_steps=auto``. ``step_error`` is the expected relative error of
+    ``step_s``, ``errors`` are those of its parts; 0 and None in plans of earlier versions.
     """
 
     source: str
@@ -36,6 +38,13 @@ class ExpectedPerformance:
     peak_flops: float = 0.0
     peak_bandwidth: float = 0.0
     checkpoints: CheckpointPlan | None = None
+    step_error: float = 0.0
+    errors: ExpectedErrors | None = None
+
+    @property
+    def memory_error(self) -> float:
+        """Expected relative error of ``peak_bytes``; 0 if it is unknown."""
+        return self.errors.memory if self.errors else 0.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def variants(sft_words: list[str]) -> dict[str, list[str]]:
     words = [*sft_words, "planner.hardware=cpu"]
     peaks = {name: plan_of([*words, *options]).peak_bytes for name, options in EXPLICIT.items()}
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
-    reserve = plan_of(words).report.machine.hardware.memory_reserve_fraction
+    reserve = plan_of(words).report.machine.hardware.reserve_fraction
     found = {name: [*options] for name, options in EXPLICIT.items()}
     for name, peak in peaks.items():
         memory = (1 + 1e-6) * peak / (1 - reserve) / 1e9

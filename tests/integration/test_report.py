@@ -41,6 +41,8 @@ def test_the_report_shows_every_section_of_a_run(trained: Run, capsys: pytest.Ca
         '<span class="pill done"',
         "Reward</h4>",
         "At least: ",
+        "% per step, from the limits of cpu",
+        " times this limit",
         "Measured: step 3, ",
         "actor_gen",
         "d2t1p1@0-1",

@@ -20,6 +20,8 @@ STAGES = {
     "one": ["n_gpus_per_node=1"],
     "third": ["n_gpus_per_node=2", "actor.zero_stage=3", "critic.zero_stage=3", "ppo.ref_ema_eta=0.2"],
     "second": ["n_gpus_per_node=2", "actor.zero_stage=2", "critic.zero_stage=2", "ppo.ref_ema_eta=0.2"],
+    "chosen": ["n_gpus_per_node=2", "actor.zero_stage=auto", "critic.zero_stage=auto",
+               "allocation_mode=actor_train:d2z3,*:d2", "ppo.ref_ema_eta=0.2"],
     "sharded forward": ["n_gpus_per_node=4", "allocation_mode=actor_gen:d2t2,actor_train:d2t2z3,critic_train:d4,*:d4z3",
                         "critic.zero_stage=2", "ppo.ref_ema_eta=0.2"],
 }  # fmt: skip
@@ -76,6 +78,8 @@ def test_stages_that_cannot_run_are_refused(
 ) -> None:
     for words, message in (
         (["model.zero_stage=4"], "model.zero_stage=4: must be <= 3"),
+        (["model.zero_stage=atuo"], "model.zero_stage=atuo: must be in [1, 3] or auto"),
+        (["model.zero_stage=auto", "model.backend=megatron"], "model.zero_stage=auto requires model.backend=native"),
         (["model.zero_stage=3", "model.lora.rank=4"], "set model.zero_stage=2, or model.lora.rank=0"),
         (["model.zero_stage=2", "model.backend=megatron"], "model.zero_stage=2 requires model.backend=native"),
         (["allocation_mode=d1z3"], "leave out z3"),

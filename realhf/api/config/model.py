@@ -80,9 +80,10 @@ class ModelSpec:
     tp_overlap: bool | None = opt(
         None, "overlap tensor-parallel communication with the gradients of weights (default: on GPUs)"
     )
-    zero_stage: int = opt(
+    zero_stage: int | str = opt(
         1,
-        "ZeRO: data-parallel ranks share the optimizer state (1), also gradients (2), also weights (3; trained models)",
+        "ZeRO: data-parallel ranks share the optimizer state (1), also gradients (2), also weights (3; trained models) "
+        "or what the planner chooses (auto: 1 or 3)",
         ZERO_STAGE,
     )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")

@@ -11,12 +11,13 @@ from realhf.base.data_files import data_exists
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of valid numbers; NaN is in none."""
+    """An interval of valid numbers; NaN is in none. ``words`` are valid instead of a number."""
 
     low: float
     high: float
     low_open: bool = False
     high_open: bool = False
+    words: tuple[str, ...] = ()
 
     def violated(self, value: float) -> str:
         """Return the bounds that a number violates, such as ``>= 0``; empty if it is in the range."""
@@ -27,7 +28,8 @@ class Range:
         return " and ".join(bound for bound, holds in bounds.items() if not holds)
 
     def __str__(self) -> str:
-        return f"{'(' if self.low_open else '['}{self.low}, {self.high}{')' if self.high_open else ']'}"
+        interval = f"{'(' if self.low_open else '['}{self.low}, {self.high}{')' if self.high_open else ']'}"
+        return " or ".join((interval, *self.words))
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ COUNT = Range(1, 2**31 - 1)
 NATURAL = Range(0, 2**31 - 1)
 COUNT_OR_ALL = Range(-1, 2**31 - 1)
 SEED = Range(0, 2**63 - 1)
-ZERO_STAGE = Range(1, 3)
+ZERO_STAGE = Range(1, 3, words=(AUTO,))
 
 FILE: Callable[[str], bool] = os.path.isfile
 FOLDER: Callable[[str], bool] = os.path.isdir
@@ -95,6 +97,8 @@ def range_problems(values: Iterable[tuple[str, Field, Any]]) -> list[str]:
         domain = option.metadata.get("domain")
         if isinstance(domain, Words) and isinstance(value, str) and value not in domain.words:
             problems.append(f"{key}={value}: must be True, False or {domain}")
+        if isinstance(domain, Range) and domain.words and isinstance(value, str) and value not in domain.words:
+            problems.append(f"{key}={value}: must be in {domain}")
         valid = domain if isinstance(domain, Range) else FINITE
         numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, int | float)]
         if bounds := next(filter(None, map(valid.violated, numbers)), ""):

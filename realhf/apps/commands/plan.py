@@ -122,7 +122,8 @@ def _sweep(
 def _sweep_data(point: SweepPoint) -> dict[str, object]:
     report = point.report
     return {"n_workers": point.n_workers, "allocation_mode": report.allocation_text, "plan": to_plain(report.plan),
-            "fits": report.fits, "peak_bytes": report.prediction.peak, **_economy(report.economy)}  # fmt: skip
+            "fits": report.fits, "peak_bytes": report.prediction.peak, "step_error": report.relative_error,
+            **_economy(report.economy)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
             "calls": {name: {"compute_s": c, "moves_s": m} for name, (c, m) in p.call_seconds.items()},
             "memory": [{"workers": ranks, **asdict(needed)} for needed, ranks in group_by_memory(p).items()],
             "plan": to_plain(plan),
+            "step_error": report.relative_error_of(p),
             **_economy(report.economy_of(p.seconds)),
         }
         for mode, (plan, p) in results.items()

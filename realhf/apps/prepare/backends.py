@@ -74,7 +74,7 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
             problems.append(f"{name}: megatron-core is not installed; pip install 'realhf[megatron]'")
         if spec.spec.lora.rank:
             problems.append(f"{role}.lora.rank={spec.spec.lora.rank} requires {role}.backend=native")
-        if stage > 1:
+        if stage != 1:
             problems.append(f"{role}.zero_stage={stage} requires {role}.backend=native")
         if spec.spec.optimizer.offload is True:
             problems.append(f"{role}.optimizer.offload=True requires {role}.backend=native")

@@ -44,8 +44,12 @@ class PlanReport:
     @property
     def relative_error(self) -> float:
         """Expected relative error of the step's seconds, as a standard deviation."""
-        kinds = seconds_by_kind(self.prediction.timeline, self.graph)
-        return seconds_error(kinds, self.machine.hardware.errors) / max(self.prediction.seconds, 1e-12)
+        return self.relative_error_of(self.prediction)
+
+    def relative_error_of(self, prediction: Prediction) -> float:
+        """Return the expected relative error of the seconds of a predicted step of this run."""
+        kinds = seconds_by_kind(prediction.timeline, self.graph)
+        return seconds_error(kinds, self.machine.hardware.errors) / max(prediction.seconds, 1e-12)
 
     def is_equal(self, first: Prediction, second: Prediction) -> bool:
         """Return whether two predicted steps are closer than the expected error of their difference."""
@@ -73,7 +77,8 @@ class PlanReport:
         if mode != "manual":
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment, allocation_mode=mode)
-        plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
+        models, roles = self.planner.calls.cost.models, self.experiment.roles()
+        plan = allocate(self.graph, config, options, models, self.device, roles)
         plan, _ = plan_for_mode(self.planner, config, plan)
         return plan, self.planner.predict(plan)
 
@@ -85,5 +90,6 @@ class PlanReport:
         """Return why the plan does not fit, with a suggested fix."""
         mode = self.experiment.allocation_mode
         option = next((o.key for o in options_of(type(self.experiment)) if o.key.endswith("max_num_seqs")), "no slots")
-        return out_of_memory_message(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
-                         "" if mode in PLANNED else option)  # fmt: skip
+        return out_of_memory_message(self.planner, self.plan, self.prediction,
+                                     lambda planner: replan(planner, mode, self.plan),
+                                     "" if mode in PLANNED else option)  # fmt: skip

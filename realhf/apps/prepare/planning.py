@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,11 +73,12 @@ class SearchOutcome:
 
 
 def plan_for_mode(
-    planner: Planner, config: ExperimentConfig, given: ExecutionPlan, goal: Goal = Goal.step
-) -> tuple[ExecutionPlan, SearchOutcome | None]:
+    planner: Planner, config: ExperimentConfig, given: ExecutionPlan, goal: Goal = Goal.step,
+    starts: Sequence[ExecutionPlan] = (),
+) -> tuple[ExecutionPlan, SearchOutcome | None]:  # fmt: skip
     """Return the plan of the allocation mode, and how its search ended.
 
-    ``given`` has the layouts of a mode that the planner does not handle.
+    ``given`` has the layouts of a mode that the planner does not handle. A search considers ``starts`` too.
     """
     if config.allocation_mode not in PLANNED:
         return planner.with_savings(planner.with_zero3(given)), None
@@ -85,7 +86,7 @@ def plan_for_mode(
         return planner.by_heuristic(PLANNED[config.allocation_mode]), None
     start = time.monotonic()
     search = least_memory if goal is Goal.memory else Planner.search
-    found = search(planner, config.seed, config.planner.budget_s)
+    found = search(planner, config.seed, config.planner.budget_s, starts)
     result = found.result
     improved_at = result.history[-1][0] if result.history else 0
     return found.plan, SearchOutcome(result.stop, result.n_evaluated, improved_at, time.monotonic() - start)
@@ -94,13 +95,14 @@ def plan_for_mode(
 def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan of an allocation mode for a modified planner, where ``plan`` was that of the original one.
 
-    A search is approximated by the heuristics.
+    A search is approximated by the heuristics. Of a given plan only the layouts remain: micro-batches are those of the
+    options, and memory savings are chosen again.
     """
     if mode in PLANNED:
         plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
-    placements = {n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()}
+    placements = {n: replace(p, micro_batching=limits[n], saving=None) for n, p in plan.placements.items()}
     return planner.with_savings(planner.with_zero3(replace(plan, placements=placements)))
 
 

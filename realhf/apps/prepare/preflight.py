@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from realhf.api.config import Device, ExperimentConfig
 from realhf.api.config.option import leaves, range_problems
 from realhf.api.config.preference import KTO_KL_KEYS
+from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
@@ -98,21 +99,28 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
                                    machine.hardware.peak_flops, machine.hardware.peak_bandwidth,
-                                   checkpoint_plan(report))  # fmt: skip
+                                   checkpoint_plan(report), report.relative_error,
+                                   machine.hardware.errors)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
     experiment = report.experiment
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
                    report.n_rows, expected, report.n_held_out, source_rows=report.source_rows)  # fmt: skip
 
 
-def plan_report(name: str, experiment: Experiment, goal: Goal = Goal.step) -> PlanReport:
-    """Return the plan without a launch: weights, devices and data are not required."""
-    return _check(name, experiment, Findings(), launching=False, goal=goal)
+def plan_report(
+    name: str, experiment: Experiment, goal: Goal = Goal.step, starts: Sequence[ExecutionPlan] = ()
+) -> PlanReport:
+    """Return the plan without a launch: weights, devices and data are not required.
+
+    ``starts`` are plans that a search also considers; they may be for fewer workers.
+    """
+    return _check(name, experiment, Findings(), launching=False, goal=goal, starts=starts)
 
 
 def _check(
-    name: str, experiment: Experiment, findings: Findings, launching: bool, goal: Goal = Goal.step
-) -> PlanReport:
+    name: str, experiment: Experiment, findings: Findings, launching: bool, goal: Goal = Goal.step,
+    starts: Sequence[ExecutionPlan] = (),
+) -> PlanReport:  # fmt: skip
     if problems := range_problems(leaves(experiment)):
         raise UserError(problems)
     experiment = with_snapshots(experiment, weights=launching)
@@ -128,7 +136,8 @@ def _check(
     findings.invalid += experiment.model_problems(known)
     plan = machine = rows = held_out = None
     if graph:
-        plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))
+        options = experiment.placements()
+        plan = findings.attempt(lambda: allocate(graph, experiment, options, known, device or "cpu", roles))
     if launching or any(experiment.dataset.sources):
         rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:
@@ -150,7 +159,7 @@ def _check(
 
     def report(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device, lengths)
-        final, outcome = plan_for_mode(planner, experiment, plan, goal)
+        final, outcome = plan_for_mode(planner, experiment, plan, goal, starts)
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)
         return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out,

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from realhf.api.config import Device
+from realhf.api.config.choices import Backend
 from realhf.api.config.option import leaves
+from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.apps.prepare.plan_report import PlanReport
 from realhf.apps.prepare.preflight import Findings, pick_device, plan_report
@@ -64,15 +66,19 @@ def _span(first: int, last: int, step: int | None) -> Sequence[int]:
 def swept(
     name: str, read: Callable[[Sequence[str]], Experiment], sweep: Sweep, goal: Goal = Goal.step
 ) -> list[SweepPoint]:
-    """Return the plans of all values; ``read`` returns the experiment with more words. ``UserError`` lists problems."""
-    base = read([])
+    """Return the plans of all values; ``read`` returns the experiment with more words. ``UserError`` lists problems.
+
+    A search considers the plan of the next smaller cluster too, so that a larger one is not slower.
+    """
+    base, is_size = read([]), sweep.key in (N_GPUS, *SIZES)
     check_sweep(sweep, base, name)
-    findings, points = Findings(), []
+    findings, points = Findings(), list[SweepPoint]()
     for value in sweep.values:
 
         def planned(value: int = value) -> PlanReport:
             words = cluster_words(value, base) if sweep.key == N_GPUS else [f"{sweep.key}={value}"]
-            return plan_report(name, read(words), goal)
+            smaller = points[-1:] if is_size else []
+            return plan_report(name, read(words), goal, [_searched(point.report.plan) for point in smaller])
 
         try:
             points.append(SweepPoint(value, planned()))
@@ -80,6 +86,12 @@ def swept(
             findings.invalid += [f"{sweep.key}={value}: {problem}" for problem in error.problems]
     findings.report()
     return points
+
+
+def _searched(plan: ExecutionPlan) -> ExecutionPlan:
+    """Return a plan as a search makes it: the options of the calls set their backends later."""
+    placements = {name: replace(placement, backend=Backend.native) for name, placement in plan.placements.items()}
+    return replace(plan, placements=placements)
 
 
 def check_sweep(sweep: Sweep, experiment: Experiment, name: str) -> None:

@@ -4,19 +4,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from statistics import median
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realhf.api.messages import Ready
+from realhf.apps.view.error_text import agreement_text, expected_step_text, with_error
 from realhf.apps.view.step_warnings import step_warnings
 from realhf.base.errors import UserError
 from realhf.base.version import __version__
-from realhf.plan.run_spec import RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from realhf.system.metrics.telemetry import EVAL_ALIASES
 
 
@@ -50,6 +52,7 @@ COLUMNS = (
     ConsoleColumn("time", ("time/step_s",), 7, 2, "{}s"),
     ConsoleColumn("(pred)", ("predicted/step_s",), 9, 2, "({}s)"),
 )
+PREDICTED = COLUMNS[-1]
 N_EARLIER = 20  # steps with which a step is compared
 MIN_SHARE = 0.005  # smaller ones are not shown
 
@@ -61,6 +64,8 @@ class Console:
         self.start = time.monotonic()
         self.progress: Progress | None = None
         self.columns: tuple[ConsoleColumn, ...] = ()
+        self.known_columns = (*COLUMNS[:-1], predicted_column(run.expected))
+        self.step_seconds: list[float] = []
         self.earlier: deque[dict[str, float]] = deque(maxlen=N_EARLIER)
         self.warned: set[str] = set()
 
@@ -73,11 +78,10 @@ class Console:
         self.out.print(f"data    {config.data_text}: {run.n_rows} rows{held_out}, "
                        f"{run.schedule.batch_size} per step, {run.schedule.n_steps} steps")  # fmt: skip
         if expected := run.expected:
-            label, hint = "predicted", ""
-            if not expected.is_measured:
-                label, hint = "limits  at least", "; realhf profile measures this machine"
-            self.out.print(f"{label} {expected.step_s:.3g} s per step, peak memory over workers "
-                           f"{expected.peak_bytes / 1e9:.2f} GB, from {expected.source}{hint}")  # fmt: skip
+            label, hint = ("", "") if expected.is_measured else ("limits  ", "; realhf profile measures this machine")
+            peak = with_error(f"{expected.peak_bytes / 1e9:.2f} GB", expected.memory_error)
+            self.out.print(f"{label}{expected_step_text(expected)} per step, peak memory over workers {peak}, "
+                           f"from {expected.source}{hint}")  # fmt: skip
             if expected.checkpoints:
                 self.out.print(f"ckpt    {expected.checkpoints}")
         self.out.print(plan_table(run))
@@ -93,7 +97,8 @@ class Console:
             self.progress.add_task("steps", total=self.run.schedule.n_steps)
 
     def step(self, metrics: dict[str, float]) -> None:
-        columns = tuple(c for c in COLUMNS if c in self.columns or any(name in metrics for name in c.metrics))
+        known = self.known_columns
+        columns = tuple(c for c in known if c in self.columns or any(name in metrics for name in c.metrics))
         if columns != self.columns:  # at the first step
             self.columns = columns
             self.out.print(" ".join(c.title.rjust(c.width) for c in columns) + "  share of worker time")
@@ -103,6 +108,7 @@ class Console:
             self.out.print(f"warning {warnings[kind]}", markup=False)
         self.warned = set(warnings)
         self.earlier.append(metrics)
+        self.step_seconds.append(metrics["time/step_s"])
         if self.progress is not None:
             self.progress.advance(self.progress.task_ids[0])
         sys.stdout.flush()
@@ -133,6 +139,9 @@ class Console:
     def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
         self.close()
         self.out.print(f"done    {self.run.schedule.n_steps} steps in {time.monotonic() - self.start:.1f} s")
+        if self.step_seconds and (expected := self.run.expected):
+            typical = median(self.step_seconds[1:] or self.step_seconds)  # the first step includes warm-up
+            self.out.print(f"step    {agreement_text(typical, expected)}")
         for role, path in models.items():
             self.out.print(f"model   {role}: {path}")
         if best is not None:
@@ -165,6 +174,12 @@ class Console:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
+
+
+def predicted_column(expected: ExpectedPerformance | None) -> ConsoleColumn:
+    """Return the column of predicted seconds, with their expected error."""
+    form = f"({with_error('{}s', expected.step_error if expected else 0.0)})"
+    return replace(PREDICTED, form=form, width=PREDICTED.width + len(form) - len(PREDICTED.form))
 
 
 class _PipeConsole(RichConsole):

@@ -5,7 +5,9 @@ from statistics import fmean
 from realhf.api.machine import Workload
 from realhf.apps.prepare.cadence import checkpoint_plan
 from realhf.apps.prepare.plan_report import PlanReport
-from realhf.apps.view.tables import Listing
+from realhf.apps.view.error_text import with_error
+from realhf.apps.view.tables import Listing, size_text
+from realhf.plan.advice.expected_error import margin_text
 from realhf.plan.advice.throughput import Economy
 
 
@@ -14,9 +16,8 @@ def step_table(report: PlanReport) -> Listing:
     shares = prediction.critical_shares.items()
     path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
     low, high = ("", "") if report.machine.is_measured else ("at least ", "at most ")
-    error = f"expected error {100 * report.relative_error:.0f}%"
     rows = [
-        (f"{low}" if low else "predicted", f"{prediction.seconds:.4g} s, {error}"),
+        (f"{low}" if low else "predicted", with_error(f"{prediction.seconds:.4g} s", report.relative_error)),
         ("throughput", f"{high}{rate_text(found.tokens_per_s)} {found.word} tokens/s, "
                        f"{rate_text(found.tokens_per_s_per_worker)} per {_device(report)}"),
         ("MFU", f"{high}{100 * found.mfu:.3g}%" if found.mfu else "unknown: the hardware has no peak_flops"),
@@ -27,7 +28,11 @@ def step_table(report: PlanReport) -> Listing:
         rows.append(("search", str(report.search)))
     if checkpoints := checkpoint_plan(report):
         rows.append(("checkpoints", str(checkpoints)))
-    rows += [("workers busy", f"{100 * (1 - prediction.timeline.idle):.0f}%"), ("critical path", path)]
+    hardware = report.machine.hardware
+    peak = with_error(size_text(prediction.peak), hardware.errors.memory)
+    memory = f"peak {peak}; a worker has {size_text(hardware.memory)}, of which plans leave {margin_text(hardware)}"
+    busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
+    rows += [("memory", memory), ("workers busy", busy), ("critical path", path)]
     return Listing("step", "ll", (), tuple((name.strip(), text) for name, text in rows))
 
 

@@ -7,6 +7,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import Kind
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.prepare.plan_report import PlanReport
+from realhf.apps.view.error_text import with_error
 from realhf.apps.view.tables import Listing, size_text
 from realhf.apps.view.timeline_svg import ranks_text
 from realhf.plan.advice.comparison import decision_text
@@ -142,7 +143,8 @@ def comparison_table(report: PlanReport, results: Mapping[str, tuple[ExecutionPl
         busy = f"{100 * (1 - p.timeline.idle):.0f}%"
         equal = EQUAL if p is not best and report.is_equal(p, best) else ""
         relative = f"{p.seconds / best.seconds:.2f}{equal}"
-        cells = (mode, f"{p.seconds:.4g} s", relative, busy, size_text(p.peak) + fits)
+        step = with_error(f"{p.seconds:.4g} s", report.relative_error_of(p))
+        cells = (mode, step, relative, busy, size_text(p.peak) + fits)
         rows.append((*cells, layouts_text(plan)))
     head = (
         "allocation_mode",

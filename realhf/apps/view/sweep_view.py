@@ -5,6 +5,7 @@ from html import escape
 from math import log
 
 from realhf.apps.prepare.sweep import N_GPUS, Sweep, SweepPoint
+from realhf.apps.view.error_text import with_error
 from realhf.apps.view.plan_summary import rate_text
 from realhf.apps.view.tables import Listing, size_text
 from realhf.apps.view.timeline_svg import COLOURS, ticks
@@ -33,8 +34,9 @@ def sweep_table(sweep: Sweep, points: Sequence[SweepPoint]) -> Listing:
         memory = size_text(report.prediction.peak) + ("" if report.fits else ", too large")
         layouts = "; ".join(dict.fromkeys(str(placement) for placement in report.plan.placements.values()))
         price_text = f"{price:,.2f}" if priced else f"{price:,.4g}"
-        rows.append((f"{point.value}", f"{point.n_workers}", f"{found.seconds:.4g} s", rate_text(found.tokens_per_s),
-                     price_text, memory, f"{100 * share:.0f}%", layouts))  # fmt: skip
+        seconds = with_error(f"{found.seconds:.4g} s", report.relative_error)
+        rows.append((f"{point.value}", f"{point.n_workers}", seconds, rate_text(found.tokens_per_s), price_text, memory,
+                     f"{100 * share:.0f}%", layouts))  # fmt: skip
     if sweep.key == N_GPUS:
         head, rows = (head[0], *head[2:]), [(row[0], *row[2:]) for row in rows]
     usable = size_text(first.machine.hardware.usable)

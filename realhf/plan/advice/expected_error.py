@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import hypot, sqrt
 
-from realhf.api.graph import Graph, Kind
-from realhf.api.machine import ExpectedErrors
+from realhf.api.graph import MFC, Graph, Kind
+from realhf.api.machine import ExpectedErrors, Hardware
 from realhf.api.program import Compute
 from realhf.plan.machines.profile import Profile
 from realhf.plan.search.timeline import Timeline
@@ -31,14 +31,14 @@ def seconds_by_kind(timeline: Timeline, graph: Graph) -> dict[str, float]:
     for number in timeline.critical_path:
         activity = timeline.activities[number]
         inside = max(0.0, min(activity.end, end) - max(activity.start, start))
-        if not isinstance(activity.instruction, Compute):
-            kind = "links"
-        elif graph[activity.mfc].kind is Kind.GENERATE:
-            kind = "decoding"
-        else:
-            kind = "compute"
-        seconds[kind] += inside * share
+        computes = isinstance(activity.instruction, Compute)
+        seconds[kind_of_work(graph[activity.mfc]) if computes else "links"] += inside * share
     return seconds
+
+
+def kind_of_work(mfc: MFC) -> str:
+    """Return the kind of the computation of a call."""
+    return "decoding" if mfc.kind is Kind.GENERATE else "compute"
 
 
 def seconds_error(seconds: Mapping[str, float], errors: ExpectedErrors) -> float:
@@ -60,3 +60,10 @@ def measured_errors(profile: Profile, unmeasured: ExpectedErrors) -> ExpectedErr
     known = profile.errors
     found = {kind: hypot(known[name], COMPOSITION_ERROR) for kind, name in OPERATIONS.items() if name in known}
     return replace(unmeasured, **found)
+
+
+def margin_text(hardware: Hardware) -> str:
+    """Return the part of a device's memory that plans leave free, and why if it follows from an expected error."""
+    text = f"{hardware.reserve_fraction:.0%} free"
+    is_given = hardware.memory_reserve_fraction is not None
+    return text if is_given else f"{text} for the expected error of {hardware.errors.memory:.0%}"

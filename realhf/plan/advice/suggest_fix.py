@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from realhf.api.execution_plan import ExecutionPlan
+from realhf.plan.advice.expected_error import margin_text
 from realhf.plan.advice.remedies import (
     MICRO_BATCHING,
     SAME_NUMERICS,
@@ -30,7 +31,9 @@ TIMEOUT_S = 8.0  # CPU time, which is independent of other processes, after whic
 RULES: dict[str, PlanFn] = {name: partial(Planner.by_heuristic, name=name) for name in HEURISTICS}
 
 
-def out_of_memory_message(planner: Planner, prediction: Prediction, replan: PlanFn, max_num_seqs_option: str) -> str:
+def out_of_memory_message(
+    planner: Planner, plan: ExecutionPlan, prediction: Prediction, replan: PlanFn, max_num_seqs_option: str
+) -> str:
     """Return what the worker with the highest peak needs memory for, and which options to set so that the plan fits.
 
     ``max_num_seqs_option`` is the name of the option that limits the number of concurrently decoded sequences; it is
@@ -41,8 +44,19 @@ def out_of_memory_message(planner: Planner, prediction: Prediction, replan: Plan
     shown = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * peak.total)
     hardware = planner.calls.hardware
     return (f"worker {rank} would need {peak.total / 1e9:.4g} GB ({shown}), it has {hardware.memory / 1e9:.4g}, "
-            f"of which plans leave {hardware.memory_reserve_fraction:.0%} free; "
-            f"{suggest_fix(planner, replan, max_num_seqs_option)}")  # fmt: skip
+            f"of which plans leave {margin_text(hardware)}; "
+            f"{_fix_of(planner, plan, replan, max_num_seqs_option)}")  # fmt: skip
+
+
+def _fix_of(planner: Planner, plan: ExecutionPlan, replan: PlanFn, max_num_seqs_option: str) -> str:
+    """Return the change that makes a plan fit; ``replan`` drops limits and savings that ``allocation_mode`` names."""
+    if max_num_seqs_option and (layouts_alone := replan(planner)) != plan:
+        words = "without the micro-batches and memory savings that allocation_mode names"
+        if planner.fits(layouts_alone):
+            return f"it fits {words}"
+        fix = suggest_fix(planner, replan, max_num_seqs_option)
+        return fix.replace("it fits with", f"it fits {words}, and with")
+    return suggest_fix(planner, replan, max_num_seqs_option)
 
 
 def suggest_fix(planner: Planner, replan: PlanFn, max_num_seqs_option: str, timeout_s: float = TIMEOUT_S) -> str:

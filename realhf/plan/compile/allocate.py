@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
-from realhf.api.graph import Graph, Kind
+from realhf.api.experiment import RoleSpec
+from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
+from realhf.plan.compile.saving import NamedSaving, name_saving, saving_of
 
 PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "search": ""}
 """Allocation modes that the planner handles, and the heuristic of each."""
@@ -34,6 +36,7 @@ class _Assignment:
     error: str = ""
     backend: Backend = Backend.native
     limits: Mapping[str, int] = field(default_factory=dict)  # given fields of the micro-batching
+    saving: NamedSaving | None = None
 
     def problem(self, models: Collection[ModelConfig]) -> str:
         """Return why a call of these models cannot run with this layout, or an empty string."""
@@ -53,12 +56,14 @@ def micro_batching(option: MFCConfig, device: str) -> MicroBatching:
 
 
 def allocate(
-    graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig], models: Models, device: str
-) -> ExecutionPlan:
+    graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig], models: Models, device: str,
+    roles: Mapping[str, RoleSpec],
+) -> ExecutionPlan:  # fmt: skip
     """Return the plan of ``config.allocation_mode``.
 
     ``models`` are the known architectures by role. Raises ``UserError`` with all layouts that cannot be parsed, do not
-    match their mesh, or are invalid for their model, each with the nearest legal one.
+    match their mesh, or are invalid for their model, each with the nearest legal one, and with all memory savings that
+    contradict the options of their role.
     """
     mode, n_workers = config.allocation_mode, config.n_nodes * config.n_gpus_per_node
     is_manual = mode == "manual"
@@ -79,7 +84,9 @@ def allocate(
         else:
             layout = Layout(request.mesh, request.strategy)
             batching = replace(micro_batching(option, device), **request.limits)
-            placements[mfc.name] = Placement(layout, batching, request.backend)
+            saving, problem = saving_of(mfc, request.saving, roles, device) if request.saving else (None, "")
+            problems += [f"{mfc.name}: {problem}"] if problem else []
+            placements[mfc.name] = Placement(layout, batching, request.backend, saving)
     if problems:
         raise UserError(problems)
     return with_backends(ExecutionPlan(n_workers, placements), graph, options)
@@ -125,8 +132,20 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
         given, problems = _per_mfc(mode, names, config, models.values())
     else:
         given, problems = _everywhere(mode, n_workers, models.values())
-    requests = {name: given.get(name) or given["*"] for name in names if name in given or "*" in given}
+    requests = dict[str, _Assignment]()
+    for mfc in graph.mfcs:
+        if mfc.name in given:
+            requests[mfc.name] = given[mfc.name]
+        elif rest := given.get("*"):
+            requests[mfc.name] = _of_rest(rest, mfc)
+    if (rest := given.get("*")) and rest.saving and not any(m.is_train for m in graph.mfcs if m.name not in given):
+        problems.append(f"'{rest.saving}' is for training calls, and none of the other calls trains; leave it out")
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
+
+
+def _of_rest(rest: _Assignment, mfc: MFC) -> _Assignment:
+    """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
+    return rest if mfc.is_train else replace(rest, saving=None)
 
 
 def _from_file(path: str, graph: Graph, n_workers: int) -> Requests:
@@ -143,7 +162,8 @@ def _from_file(path: str, graph: Graph, n_workers: int) -> Requests:
         placement = plan[name]
         mesh, limits = placement.layout.mesh, vars(placement.micro_batching)
         error = f"worker {max(mesh.ranks)} does not exist" if max(mesh.ranks) >= n_workers else ""
-        requests[name] = _Assignment(placement.layout.strategy, mesh, error, placement.backend, limits)
+        saving = name_saving(placement.saving) if placement.saving else None
+        requests[name] = _Assignment(placement.layout.strategy, mesh, error, placement.backend, limits, saving)
     return requests, problems
 
 
@@ -190,7 +210,7 @@ def _per_mfc(text: str, names: Sequence[str], config: ExperimentConfig, models: 
             if error:
                 problems.append(f"{name}: {error}")
             else:
-                requests[name] = _Assignment(strategy, mesh, backend=call.backend, limits=call.limits)
+                requests[name] = _Assignment(strategy, mesh, "", call.backend, call.limits, call.saving)
     given = {name for name, _ in entries}
     if missing := [name for name in names if not given & {name, "*"}]:
         problems.append(f"no strategy for {', '.join(missing)}; add '*:d{n_workers}' for the rest")
@@ -236,7 +256,7 @@ def _with_server(mode: str, graph: Graph, config: ExperimentConfig, models: Mode
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
     requests = {generating[0].name: _Assignment(server, contiguous_mesh(server.world), backend=Backend(backend))}
     for name in names:
-        entry = entries.get(name) or entries["*"]
+        entry = entries.get(name) or _of_rest(entries["*"], graph[name])
         requests[name] = replace(entry, mesh=contiguous_mesh(entry.strategy.world, server.world))
     return requests, []
 

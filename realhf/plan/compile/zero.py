@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from realhf.api.config.option import AUTO
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -21,6 +22,14 @@ def zero3_layout(mfc: MFC, layout: Layout, roles: Roles) -> Layout:
     spec = roles[mfc.role].spec
     wanted = layout.strategy.zero3 or (mfc.is_train and spec.zero_stage == 3)
     return layout.with_zero3(wanted and mfc.kind is not Kind.GENERATE and not spec.lora.rank)
+
+
+def zero3_layouts(mfc: MFC, layout: Layout, roles: Roles) -> list[Layout]:
+    """Return the layouts among which the planner chooses: with ``zero_stage=auto`` training also has ZeRO-3."""
+    given = zero3_layout(mfc, layout, roles)
+    if mfc.role is None or not mfc.is_train or roles[mfc.role].spec.zero_stage != AUTO:
+        return [given]
+    return list(dict.fromkeys([given, zero3_layout(mfc, layout.with_zero3(True), roles)]))
 
 
 def with_zero3(plan: ExecutionPlan, graph: Graph, roles: Roles) -> ExecutionPlan:

@@ -17,7 +17,7 @@ from realhf.plan.compile.check import layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
-from realhf.plan.compile.zero import with_zero3, zero3_layout
+from realhf.plan.compile.zero import with_zero3, zero3_layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.call_costs import CallCosts
 from realhf.plan.search.candidates import Candidate, Candidates
@@ -107,7 +107,7 @@ class Planner:
         over tables are simulated, and the fastest is returned. ``starts`` may be plans for fewer workers.
         """
         deadline = time.monotonic() + budget_s
-        plans = [*(replace(plan, n_workers=self.n_workers) for plan in starts), *self._heuristic_plans()]
+        plans = [*self.enlarged(starts), *self._heuristic_plans()]
         chosen, begin = [plan_layouts(plan) for plan in plans], time.monotonic()
         simulated = self._simulate(plans)
         reserved_s = N_SIMULATED / max(1, len(simulated)) * (time.monotonic() - begin)
@@ -149,6 +149,16 @@ class Planner:
                 if (found := self.predict(changed)).seconds < prediction.seconds:
                     plan, prediction = changed, found
         return plan, prediction
+
+    def enlarged(self, plans: Sequence[ExecutionPlan]) -> list[ExecutionPlan]:
+        """Return plans for fewer workers as plans for all, without those that a profile cannot predict."""
+        found: list[ExecutionPlan] = []
+        for plan in plans:
+            with suppress(ValueError):
+                larger = replace(plan, n_workers=self.n_workers)
+                self.predict(larger)
+                found.append(larger)
+        return found
 
     def _heuristic_plans(self) -> list[ExecutionPlan]:
         plans: list[ExecutionPlan] = []
@@ -196,9 +206,10 @@ class Planner:
     def with_savings(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with given layouts in which training calls save memory in the fastest way that fits together.
 
-        If nothing fits, it is the way with the smallest peak.
+        If nothing fits, it is the way with the smallest peak. Calls that have a saving keep it.
         """
-        if not (trainers := [mfc for mfc in self.graph.mfcs if self.calls.savings(mfc) != [None]]):
+        free = [mfc for mfc in self.graph.mfcs if plan[mfc.name].saving is None]
+        if not (trainers := [mfc for mfc in free if self.calls.savings(mfc) != [None]]):
             return plan
         ways: list[tuple[float, ExecutionPlan]] = []
         for savings in product(*map(self.calls.savings, trainers)):
@@ -227,8 +238,10 @@ class Planner:
         return with_zero3(plan, self.graph, self.calls.cost.roles)
 
     def _candidate(self, mfc: MFC, layout: Layout, share: float) -> Candidate:
-        """Return a call's candidate in a layout, which is ZeRO-3's if the options of its role request it."""
-        return self.calls.of(mfc, zero3_layout(mfc, layout, self.calls.cost.roles), share)
+        """Return a call's candidate in a layout, with ZeRO-3 if the role requests it or leaves it and it is better."""
+        some = [self.calls.of(mfc, one, share) for one in zero3_layouts(mfc, layout, self.calls.cost.roles)]
+        available = share * self.calls.capacity
+        return min(some, key=lambda c: (c.bytes > available, c.cost.seconds if c.bytes <= available else c.bytes))
 
     def _plan_of(self, chosen: Layouts, share: float) -> ExecutionPlan:
         placements = {m.name: self._candidate(m, chosen[m.name], share).placement for m in self.graph.mfcs}
@@ -251,8 +264,8 @@ class Planner:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
             required = {start[mfc.name] for start in starts}
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
-            possible = (zero3_layout(mfc, layout, self.calls.cost.roles)
-                        for layout in layouts(self.n_workers, self.cluster.node_size, config))  # fmt: skip
+            possible = (found for layout in layouts(self.n_workers, self.cluster.node_size, config)
+                        for found in zero3_layouts(mfc, layout, self.calls.cost.roles))  # fmt: skip
             for layout in dict.fromkeys([*possible, *required]):
                 with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))

@@ -99,7 +99,7 @@ def test_a_run_that_does_not_fit_is_an_error_with_a_suggested_fix(ppo: PPOMathEx
     ppo.allocation_mode, ppo.planner.hardware = "d1", "cpu"
     expected = preflight("ppo-math", ppo, paths).expected
     assert expected is not None
-    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - read_hardware("cpu").memory_reserve_fraction)
+    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - read_hardware("cpu").reserve_fraction)
     with pytest.raises(InfeasibleError) as caught:
         preflight("ppo-math", ppo, paths)
     (problem,) = caught.value.problems

@@ -1,14 +1,19 @@
 """Values and clusters of sweeps."""
 
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.config import Device
 from realhf.apps.prepare.options import updated
-from realhf.apps.prepare.sweep import Sweep, cluster_words, parse_sweep, smaller_clusters
+from realhf.apps.prepare.sweep import Sweep, SweepPoint, cluster_words, parse_sweep, smaller_clusters, swept
 from realhf.base.errors import UserError
+from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.sft import SFTExperiment
+from tests.apps.commands.plan_command import write_model
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,28 @@ def test_any_text_has_positive_ascending_values_or_a_clear_error(text: str) -> N
         assert str(error).startswith(f"--sweep {text}: ") and "write --sweep n_gpus=16,32,64" in str(error)
     else:
         assert 1 <= len(values) <= 64 and list(values) == sorted(set(values)) and values[0] > 0
+
+
+def swept_ppo(folder: Path, text: str, *words: str) -> list[SweepPoint]:
+    """Return the plans of PPO with two small models, whose searches end at once, for several sizes."""
+    write_model(folder / "tiny", hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8)
+    options = [f"{role}.path={folder / 'tiny'}" for role in ("actor", "rew")]
+    options += ["device=cuda", "planner.hardware=h100", "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=8",
+                "allocation_mode=search", "planner.budget_s=0.0001", *words]  # fmt: skip
+    return swept("ppo", lambda more: updated(PPOExperiment(), [*options, *more]), parse_sweep(text))
+
+
+@pytest.mark.parametrize("text", ["n_gpus=1..16", "n_nodes=1..4"])
+def test_a_larger_cluster_is_not_slower(text: str, tmp_path: Path) -> None:
+    points = swept_ppo(tmp_path, text)
+    assert all(point.report.fits for point in points) and len({point.n_workers for point in points}) == len(points)
+    seconds = [point.report.prediction.seconds for point in points]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds)), seconds
+
+
+def test_other_options_do_not_start_from_each_other(tmp_path: Path) -> None:
+    points = swept_ppo(tmp_path, "dataset.train_bs_n_seqs=4,8", "n_gpus_per_node=2")
+    assert [point.n_workers for point in points] == [2, 2]
 
 
 def experiment(n_nodes: int = 1, n_gpus: int = 1, device: str = "cuda", hardware: str = "h100") -> SFTExperiment:

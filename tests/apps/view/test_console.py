@@ -13,6 +13,7 @@ from realhf.api.config import ExperimentConfig, LoraOptions, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.machine import ExpectedErrors
 from realhf.api.messages import Ready
 from realhf.apps.view.console import COLUMNS, Console, step_line
 from realhf.base.paths import RunDir
@@ -91,6 +92,24 @@ def test_hardware_limits_are_not_labelled_as_a_time(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "limits  at least 1.75 s per step" in shown and "from the limits of cpu; realhf profile measures" in shown
     assert "predicted" not in shown and "(pred)" not in shown and shown.count("1.75") == 1
+
+
+def test_a_prediction_is_shown_with_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = ExpectedErrors(memory=0.05)
+    expected = ExpectedPerformance("the profile p.json", 1.75, {}, 2.5e9, step_error=0.125, errors=errors)
+    console = Console(run_of(tmp_path, expected=expected))
+    console.banner()
+    for seconds in (9.0, 1.9, 2.0, 1.0):  # the first step is longer
+        console.step({**METRICS, "time/step_s": seconds})
+    console.summary({})
+    banner, *_, header, first, _, _, _, _, step, _, _ = capsys.readouterr().out.splitlines()
+    assert banner.startswith("realhf ")
+    assert "(1.75s \u00b1 12%)" in first and header.index("(pred)") + 6 == first.index("12%)") + 4
+    assert step == "step    1.9 s (predicted 1.75 s \u00b1 12%): 9% slower, within the expected error"
+    Console(run_of(tmp_path, expected=expected)).banner()
+    assert (
+        "predicted 1.75 s \u00b1 12% per step, peak memory over workers 2.50 GB \u00b1 5%, " in capsys.readouterr().out
+    )
 
 
 def test_an_evaluation_has_one_line_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.machine import ExpectedErrors
-from realhf.plan.advice.expected_error import difference_error, measured_errors, seconds_by_kind, seconds_error
+from realhf.plan.advice.expected_error import (
+    difference_error,
+    margin_text,
+    measured_errors,
+    seconds_by_kind,
+    seconds_error,
+)
 from realhf.plan.machines.profile import Fit, Point, Profile, ProfiledMachine
 from tests.plan.search.planners import TOY, ppo_planner
 
@@ -40,6 +46,11 @@ def test_kinds_of_work_on_the_critical_path() -> None:
     assert seconds["decoding"] > 0 and seconds["compute"] > 0
     compute, _ = prediction.call_seconds["actor_gen"]
     assert seconds["decoding"] == pytest.approx(compute, rel=0.01)
+
+
+def test_the_memory_margin_names_its_cause() -> None:
+    assert margin_text(replace(TOY, errors=ERRORS)) == "5% free for the expected error of 5%"
+    assert margin_text(replace(TOY, errors=ERRORS, memory_reserve_fraction=0.2)) == "20% free"
 
 
 def test_a_profile_gives_the_errors_of_what_it_measured() -> None:

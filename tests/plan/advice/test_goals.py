@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from realhf.api.execution_plan import MicroBatching
 from realhf.plan.advice.goals import SLACK, least_memory
 from realhf.plan.compile.heuristic import HEURISTICS
-from tests.plan.search.planners import TOY, WIDE, ppo_planner
+from tests.plan.search.planners import LLAMA, TOY, WIDE, ppo_planner
 
 LARGE = replace(TOY, memory=1e11)
 
@@ -25,3 +26,13 @@ def test_the_least_memory_is_below_that_of_heuristics_and_of_the_fastest_plan(n_
 def test_the_result_is_reproducible() -> None:
     planner = ppo_planner(2, actor=WIDE)
     assert least_memory(planner, seed=3).plan == least_memory(planner, seed=3).plan
+
+
+def test_the_peak_is_not_above_that_of_a_start() -> None:
+    """The start has smaller micro-batches than a search tries."""
+    planner = replace(ppo_planner(2, LARGE, replace(LLAMA, vocab=50_000), 256), max_evaluations=300)
+    alone = least_memory(planner).plan
+    tiny = MicroBatching(max_tokens_per_mb=64, max_num_seqs=2)
+    start = replace(alone, placements={n: replace(p, micro_batching=tiny) for n, p in alone.placements.items()})
+    first, second, found = (planner.predict(p).peak for p in (alone, start, least_memory(planner, starts=[start]).plan))
+    assert found <= SLACK * second and SLACK * second < first

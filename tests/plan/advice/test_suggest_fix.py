@@ -8,7 +8,7 @@ import pytest
 from realhf.api.config import OptimizerConfig
 from realhf.api.config.choices import Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
+from realhf.api.machine import Workload
 from realhf.plan.advice.remedies import changed_options, share_weights
 from realhf.plan.advice.suggest_fix import out_of_memory_message, suggest_fix
 from realhf.plan.search.planner import Planner
@@ -17,7 +17,7 @@ from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 
 def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **options: object) -> Planner:
     rows = Workload(((240,),), (560,))
-    hardware = replace(TOY, memory=usable / (1 - MEMORY_RESERVE_FRACTION), node_size=node_size)
+    hardware = replace(TOY, memory=usable / (1 - TOY.reserve_fraction), node_size=node_size)
     return ppo_planner(n_workers, hardware, WIDE, 64, rows, **options)  # type: ignore[arg-type]
 
 
@@ -37,11 +37,12 @@ NEEDED = peak(LARGE, fixed(LARGE))
 
 def test_message_names_worker_largest_parts_and_fix() -> None:
     planner = planner_with(NEEDED - 1)
-    prediction = planner.predict(fixed(planner))
-    text = out_of_memory_message(planner, prediction, fixed, "ppo.gen.max_num_seqs")
+    plan = fixed(planner)
+    prediction = planner.predict(plan)
+    text = out_of_memory_message(planner, plan, prediction, fixed, "ppo.gen.max_num_seqs")
     found = re.fullmatch(
         r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
-        r"which plans leave 5% free; it fits with (.*)",
+        r"which plans leave 9% free for the expected error of 10%; it fits with (.*)",
         text,
     )
     assert found, text
@@ -176,7 +177,7 @@ def test_shares_of_weights_and_gradients_help_where_these_take_the_memory() -> N
     """Rows are short, so that activations and caches are small."""
 
     def short_rows(usable: float) -> Planner:
-        hardware = replace(TOY, memory=usable / (1 - MEMORY_RESERVE_FRACTION))
+        hardware = replace(TOY, memory=usable / (1 - TOY.reserve_fraction))
         return ppo_planner(4, hardware, WIDE, 8)
 
     needed = peak(short_rows(1e12), fixed(short_rows(1e12)))

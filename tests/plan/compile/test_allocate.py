@@ -22,7 +22,7 @@ ACTOR = ModelConfig("llama", n_layers=3, hidden=24, n_heads=4, n_kv_heads=2, hea
 def plan(mode: str, n_gpus: int = 4, n_nodes: int = 1, **options: MFCConfig) -> ExecutionPlan:
     config = ExperimentConfig(allocation_mode=mode, n_gpus_per_node=n_gpus, n_nodes=n_nodes)
     calls = {m.name: options.get(m.name, MFCConfig()) for m in GRAPH.mfcs}
-    return allocate(GRAPH, config, calls, {"actor": ACTOR}, "cpu")
+    return allocate(GRAPH, config, calls, {"actor": ACTOR}, "cpu", {})
 
 
 def layouts(made: ExecutionPlan) -> list[str]:
@@ -67,7 +67,7 @@ def test_micro_batching_applies_in_every_mode() -> None:
 def test_default_micro_batch_by_device() -> None:
     calls = {m.name: MFCConfig() for m in GRAPH.mfcs}
     config = ExperimentConfig(allocation_mode="d1", n_gpus_per_node=1)
-    found = {device: allocate(GRAPH, config, calls, {}, device) for device in ("cpu", "cuda")}
+    found = {device: allocate(GRAPH, config, calls, {}, device, {}) for device in ("cpu", "cuda")}
     assert found["cuda"]["actor_gen"].micro_batching == MicroBatching(1, 16384)
     assert found["cpu"]["actor_gen"].micro_batching == MicroBatching(1, 4096)
 

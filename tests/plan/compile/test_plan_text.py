@@ -1,17 +1,20 @@
 """Plans as text and as files: every printed plan is parsed as the same plan."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.codec import to_json
-from realhf.api.config import MFCConfig, MicroBatchConfig
-from realhf.api.config.choices import Backend
-from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
-from realhf.api.experiment import Experiment, MultiStageExperiment
+from realhf.api.config import LoraOptions, MFCConfig, MicroBatchConfig, ModelSpec, OptimizerConfig
+from realhf.api.config.choices import Backend, Recompute
+from realhf.api.config.option import AUTO
+from realhf.api.execution_plan import ExecutionPlan, MemorySaving, MicroBatching, Placement
+from realhf.api.experiment import Experiment, MultiStageExperiment, RoleSpec
 from realhf.api.graph import Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout
 from realhf.apps.prepare.options import updated
@@ -20,6 +23,7 @@ from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.plan.compile.allocate import allocate, micro_batching
 from realhf.plan.compile.check import all_strategies
 from realhf.plan.compile.plan_text import plan_text, read_call, read_plan
+from realhf.plan.compile.zero import with_zero3
 
 NODE_SIZE = 4
 GRAPHS: dict[str, Graph] = {
@@ -28,50 +32,187 @@ GRAPHS: dict[str, Graph] = {
     if not issubclass(cls := experiment_class(name), MultiStageExperiment) and cls is not Experiment
 }
 Options = dict[str, MFCConfig]
+Roles = dict[str, RoleSpec]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan of a graph, and the options of its calls and roles."""
+
+    graph: Graph
+    n_nodes: int
+    options: Options
+    roles: Roles
+    device: str
+    plan: ExecutionPlan
+
+    @property
+    def text(self) -> str:
+        defaults = {name: micro_batching(option, self.device) for name, option in self.options.items()}
+        return plan_text(self.plan, defaults)
+
+    def read(self, mode: str) -> ExecutionPlan:
+        plan = read(self.graph, mode, self.n_nodes, self.options, roles=self.roles, device=self.device)
+        return with_zero3(plan, self.graph, self.roles)
 
 
 @st.composite
 def placements(draw: st.DrawFn, n_workers: int, generates: bool) -> Placement:
-    """Any distinct workers in any order, a strategy of as many, and micro-batches."""
+    """Any distinct workers in any order, a strategy of as many with or without ZeRO-3, and micro-batches."""
     ranks = draw(st.lists(st.integers(0, n_workers - 1), min_size=1, max_size=n_workers, unique=True))
     if draw(st.booleans()):
         first = draw(st.integers(0, n_workers - len(ranks)))
         ranks = list(range(first, first + len(ranks)))
-    strategy = draw(st.sampled_from(all_strategies(len(ranks))))
+    strategy = draw(st.sampled_from(all_strategies(len(ranks)))).with_zero3(draw(st.booleans()))
     can_serve = generates and strategy.pp == 1
     backend = draw(st.sampled_from([Backend.native, Backend.vllm])) if can_serve else Backend.native
     batching = MicroBatching(draw(st.integers(1, 9)), draw(st.integers(1, 10**6)), draw(st.integers(0, 300)))
     return Placement(Layout(DeviceMesh(tuple(ranks)), strategy), batching, backend)
 
 
+SWITCHES = st.sampled_from([False, True, AUTO])
+
+
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Graph, int, Options, ExecutionPlan]:
-    """A graph of an experiment, options of its calls, and a plan in which calls may have equal placements."""
+def model_options(draw: st.DrawFn) -> ModelSpec:
+    """Options of a role; those of memory saving may be ``auto``."""
+    backend = draw(st.sampled_from([Backend.native, Backend.native, Backend.megatron]))
+    offload = draw(SWITCHES if backend is Backend.native else st.sampled_from([False, AUTO]))
+    optimizer, lora = OptimizerConfig(offload=offload), LoraOptions(rank=draw(st.sampled_from([0, 0, 4])))
+    return ModelSpec(gradient_checkpointing=draw(SWITCHES), recompute_granularity=draw(st.sampled_from(Recompute)),
+                     optimizer=optimizer, backend=backend, zero_stage=draw(st.sampled_from([1, 3, AUTO])),
+                     lora=lora)  # fmt: skip
+
+
+def savings(spec: ModelSpec, device: str) -> list[MemorySaving | None]:
+    """The savings among which the planner chooses for a training call."""
+    offload = spec.optimizer.offload if device != "cpu" else False  # as apps/prepare/planning.py has it
+    recomputes = [None, *Recompute] if spec.gradient_checkpointing == AUTO else [spec.recompute]
+    is_free = offload == AUTO and spec.backend is Backend.native
+    offloads = [False, True] if is_free else [offload is True]
+    is_fixed = AUTO not in (spec.gradient_checkpointing, offload)
+    return [None] if is_fixed else [MemorySaving(how, where) for how in recomputes for where in offloads]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A graph of an experiment, options, and a plan in which calls may have equal placements."""
     graph, n_nodes = GRAPHS[draw(st.sampled_from(sorted(GRAPHS)))], draw(st.integers(1, 3))
     n_workers = n_nodes * NODE_SIZE
     options = {m.name: MFCConfig(mb_spec=MicroBatchConfig(draw(st.integers(1, 3)), draw(st.sampled_from([None, 100]))))
                for m in graph.mfcs}  # fmt: skip
+    roles, device = (
+        {role: RoleSpec(draw(model_options())) for role in graph.roles},
+        draw(st.sampled_from(["cpu", "cuda"])),
+    )
     shared = draw(placements(n_workers, generates=False))
     made = {}
     for mfc in graph.mfcs:
         made[mfc.name] = own = draw(st.just(shared) | placements(n_workers, mfc.kind is Kind.GENERATE))
         if draw(st.booleans()):  # the micro-batching of the options
-            made[mfc.name] = Placement(own.layout, micro_batching(options[mfc.name], "cpu"), own.backend)
-    return graph, n_nodes, options, ExecutionPlan(n_workers, made)
+            made[mfc.name] = Placement(own.layout, micro_batching(options[mfc.name], device), own.backend)
+        if mfc.role and mfc.is_train:
+            saving = draw(st.sampled_from(savings(roles[mfc.role].spec, device)))
+            made[mfc.name] = replace(made[mfc.name], saving=saving)
+    plan = with_zero3(ExecutionPlan(n_workers, made), graph, roles)
+    return Case(graph, n_nodes, options, roles, device, plan)
 
 
-def read(graph: Graph, mode: str, n_nodes: int, options: Options, n_gpus: int = NODE_SIZE) -> ExecutionPlan:
+def read(
+    graph: Graph, mode: str, n_nodes: int, options: Options, n_gpus: int = NODE_SIZE, roles: Roles | None = None,
+    device: str = "cpu",
+) -> ExecutionPlan:  # fmt: skip
     """Return the plan of a command line with this allocation mode."""
     words = [f"allocation_mode={mode}", f"n_nodes={n_nodes}", f"n_gpus_per_node={n_gpus}"]
     config = updated(experiment_class("sft")(), words)
-    return allocate(graph, config, options, {}, "cpu")
+    return allocate(graph, config, options, {}, device, roles or {})
 
 
-@given(plans())
-def test_every_printed_plan_is_parsed_as_the_same_plan(made: tuple[Graph, int, Options, ExecutionPlan]) -> None:
-    graph, n_nodes, options, plan = made
-    text = plan_text(plan, {name: micro_batching(option, "cpu") for name, option in options.items()})
-    assert read(graph, text, n_nodes, options) == plan, text
+@given(cases())
+def test_every_printed_plan_is_parsed_as_the_same_plan(case: Case) -> None:
+    assert case.read(case.text) == case.plan, case.text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@given(cases())
+def test_every_saved_plan_is_read_as_the_same_plan(folder: Path, case: Case) -> None:
+    (folder / "plan.json").write_text(to_json(case.plan))
+    assert case.read(str(folder / "plan.json")) == case.plan
+
+
+def saving_roles(**options: Any) -> Roles:
+    """The roles of PPO, whose trained models have these options."""
+    offload = OptimizerConfig(offload=options.pop("offload", False))
+    trained = RoleSpec(ModelSpec(optimizer=offload, **options))
+    return {"actor": trained, "critic": trained, "ref": RoleSpec(ModelSpec()), "rew": RoleSpec(ModelSpec())}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "saving"),
+    [
+        ("recompute=full", {"gradient_checkpointing": AUTO}, MemorySaving(Recompute.full)),
+        ("recompute=none", {"gradient_checkpointing": AUTO}, MemorySaving()),
+        ("offload", {"gradient_checkpointing": AUTO, "offload": AUTO}, MemorySaving(None, True)),
+        ("recompute=selective:offload:mbs=2", {"gradient_checkpointing": AUTO, "offload": AUTO},
+         MemorySaving(Recompute.selective, True)),
+        ("offload", {"gradient_checkpointing": True, "offload": AUTO}, MemorySaving(Recompute.full, True)),
+        ("recompute=none", {"gradient_checkpointing": AUTO, "offload": True}, MemorySaving(None, True)),
+        ("recompute=full", {"gradient_checkpointing": True}, None),  # the option says the same
+        ("mbs=2", {"gradient_checkpointing": AUTO}, None),  # the planner chooses
+    ],
+)  # fmt: skip
+def test_named_savings(text: str, options: dict[str, Any], saving: MemorySaving | None) -> None:
+    graph, roles = GRAPHS["ppo"], saving_roles(**options)
+    calls = {m.name: MFCConfig() for m in graph.mfcs}
+    for mode in (f"actor_train:d2:{text},critic_train:d2:{text},*:d2", f"*:d2:{text}"):
+        plan = read(graph, mode, 1, calls, roles=roles, device="cuda")
+        assert [plan[m.name].saving for m in graph.mfcs] == [saving if m.is_train else None for m in graph.mfcs]
+    on_cpu = read(graph, f"*:d2:{text}", 1, calls, roles=roles)["actor_train"].saving
+    assert on_cpu is None or not on_cpu.offload_optimizer, "all state is in host memory"
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "problem"),
+    [
+        ("actor_gen:d2:recompute=full,*:d2", {"gradient_checkpointing": AUTO},
+         "actor_gen: 'recompute=full' is for training calls, and this is generate; leave it out"),
+        ("ref_inf:d2:offload,*:d2", {},
+         "ref_inf: 'offload' is for training calls, and this is inference; leave it out"),
+        ("actor_train:d2,critic_train:d2,*:d2:offload", {},
+         "'offload' is for training calls, and none of the other calls trains; leave it out"),
+        ("actor_train:d2:recompute=full,*:d2", {},
+         "actor_train: recompute=full contradicts actor.gradient_checkpointing=False; set "
+         "actor.gradient_checkpointing=auto"),
+        ("actor_train:d2:recompute=none,*:d2", {"gradient_checkpointing": True},
+         "actor_train: recompute=none contradicts actor.gradient_checkpointing=True actor.recompute_granularity=full; "
+         "set actor.gradient_checkpointing=auto"),
+        ("actor_train:d2:offload,*:d2", {"gradient_checkpointing": AUTO},
+         "actor_train: offload contradicts actor.optimizer.offload=False; set actor.optimizer.offload=auto"),
+        ("actor_train:d2:offload,*:d2", {"offload": AUTO, "backend": Backend.megatron},
+         "actor_train: offload is not possible with actor.backend=megatron; leave it out"),
+    ],
+)  # fmt: skip
+def test_savings_that_a_call_cannot_have(mode: str, options: dict[str, Any], problem: str) -> None:
+    graph = GRAPHS["ppo"]
+    with pytest.raises(UserError) as caught:
+        read(graph, mode, 1, {m.name: MFCConfig() for m in graph.mfcs}, roles=saving_roles(**options), device="cuda")
+    (found,) = caught.value.problems
+    assert found.removeprefix(f"allocation_mode={mode}: ") == problem
+
+
+def test_a_file_with_state_on_the_device_contradicts_an_option(folder: Path) -> None:
+    graph, calls = GRAPHS["ppo"], {m.name: MFCConfig() for m in GRAPHS["ppo"].mfcs}
+    free = saving_roles(gradient_checkpointing=AUTO, offload=AUTO)
+    plan = read(graph, "*:d2:recompute=full", 1, calls, roles=free, device="cuda")
+    (folder / "s.json").write_text(to_json(plan))
+    assert read(graph, str(folder / "s.json"), 1, calls, roles=free, device="cuda") == plan
+    explicit = saving_roles(gradient_checkpointing=AUTO, offload=True)
+    with pytest.raises(UserError, match="optimizer state on the device contradicts actor.optimizer.offload=True; set"):
+        read(graph, str(folder / "s.json"), 1, calls, roles=explicit, device="cuda")
 
 
 def test_texts() -> None:
@@ -92,7 +233,20 @@ def test_texts() -> None:
 @pytest.mark.parametrize(
     ("mode", "problem"),
     [
-        ("*:d2:tokns=3", "'tokns=3' is not like tokens=4096, mbs=2 or seqs=64  did you mean tokens ?"),
+        (
+            "*:d2:tokns=3",
+            "'tokns=3' is not like tokens=4096, mbs=2, seqs=64, recompute=full or offload  did you mean tok",
+        ),
+        ("*:d2:recompute=half", "'recompute=half' is not like tokens=4096"),
+        ("*:d2:recompute", "'recompute' is not like tokens=4096"),
+        ("*:d2:offload=yes", "'offload=yes' is not like tokens=4096"),
+        (
+            "*:d2:ofload",
+            "'ofload' is not like tokens=4096, mbs=2, seqs=64, recompute=full or offload  did you mean offload",
+        ),
+        ("*:d2:offload:offload", "'offload' is given twice"),
+        ("*:d2:mbs=", "'mbs=' is not like tokens=4096"),
+        ("*:d2:", "'' is not like tokens=4096"),
         ("*:d2:mbs=0", "'mbs=0' is not like tokens=4096"),
         ("*:d2:seqs=2:seqs=2", "'seqs=2' is given twice"),
         ("*:vlm.d2", "unknown backend 'vlm'  did you mean vllm ?"),

@@ -9,11 +9,11 @@ from realhf.api.layout import Layout
 from realhf.api.program import Compute, Reallocate, Release
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.program import compile_program, with_evaluation
-from realhf.plan.compile.zero import with_zero3, zero3_layout
+from realhf.plan.compile.zero import with_zero3, zero3_layout, zero3_layouts
 from tests.plan.search.planners import layout
 
 
-def ppo(zero_stage: int = 3, rank: int = 0) -> tuple[Graph, dict]:
+def ppo(zero_stage: int | str = 3, rank: int = 0) -> tuple[Graph, dict]:
     experiment = PPOExperiment()
     for role in ("actor", "critic", "ref", "rew"):
         setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True))
@@ -21,7 +21,7 @@ def ppo(zero_stage: int = 3, rank: int = 0) -> tuple[Graph, dict]:
     return experiment.graph(), experiment.roles()
 
 
-def strategies(text: str, zero_stage: int, rank: int = 0) -> dict[str, str]:
+def strategies(text: str, zero_stage: int | str, rank: int = 0) -> dict[str, str]:
     graph, roles = ppo(zero_stage, rank)
     plan = ExecutionPlan(2, {m.name: Placement(layout(text)) for m in graph.mfcs})
     return {
@@ -33,6 +33,26 @@ def test_the_option_shards_training_and_nothing_else() -> None:
     found = strategies("d2", 3)
     assert {name for name, text in found.items() if text == "d2t1p1z3"} == {"actor_train"}
     assert set(strategies("d2", 2).values()) == {"d2t1p1"} and set(strategies("t2", 3).values()) == {"d1t2p1"}
+
+
+def test_the_planner_chooses_for_training_calls_only() -> None:
+    graph, roles = ppo("auto")
+
+    def choices(call: str, text: str, roles: dict = roles) -> list[str]:
+        return [str(found.strategy) for found in zero3_layouts(graph[call], layout(text), roles)]
+
+    assert choices("actor_train", "d2") == ["d2t1p1", "d2t1p1z3"] and choices("actor_train", "t2") == ["d1t2p1"]
+    assert choices("actor_gen", "d2") == choices("ref_inf", "d2") == ["d2t1p1"]
+    assert choices("critic_train", "d2") == ["d2t1p1"], "its option is 1"
+    assert choices("actor_train", "d2", ppo("auto", rank=4)[1]) == ["d2t1p1"], "frozen weights are not sharded"
+    assert choices("actor_train", "d2", ppo(3)[1]) == ["d2t1p1z3"]
+
+
+def test_a_given_layout_is_the_choice() -> None:
+    assert set(strategies("d2", "auto").values()) == {"d2t1p1"}
+    assert strategies("d2z3", "auto")["actor_train"] == "d2t1p1z3"
+    role = ppo("auto")[1]["actor"]
+    assert [role.zero_stage(layout(text).strategy) for text in ("d2", "d2z3", "t2")] == [1, 3, 1]
 
 
 def test_forward_passes_may_be_sharded_and_generation_is_not() -> None:

@@ -1,10 +1,11 @@
 """The predefined machines, and the problems of invalid descriptions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from realhf.api.machine import Link
+from realhf.api.machine import ExpectedErrors, Link
 from realhf.base.errors import UserError
 from realhf.plan.machines.hardware import FOLDER, read_hardware
 
@@ -84,7 +85,16 @@ def test_invalid_numbers(value: str, tmp_path: Path) -> None:
 def test_reserve_fraction_of_one_is_rejected(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "memory_reserve_fraction: 1.0"))
     assert problem == "memory_reserve_fraction=1.0 must be below 1: it is a fraction of the memory"
-    assert read_hardware("cpu").usable == pytest.approx(0.9 * read_hardware("cpu").memory)
+
+
+def test_the_memory_margin_of_a_gpu_follows_from_the_expected_error() -> None:
+    cpu = read_hardware("cpu")
+    assert cpu.usable == pytest.approx(0.9 * cpu.memory) and cpu.reserve_fraction == 0.1, "measured, in its file"
+    for name in ("a100", "h100", "h200"):
+        gpu = read_hardware(name)
+        assert gpu.usable * (1 + gpu.errors.memory) == pytest.approx(gpu.memory) and gpu.errors.memory > 0
+    sure = replace(read_hardware("h100"), errors=ExpectedErrors(memory=0.0))
+    assert sure.usable == sure.memory
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "a: ${b}"])

@@ -10,7 +10,7 @@ from realhf.api.batch_meta import PROMPT
 from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
+from realhf.api.machine import Workload
 from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS, Candidates
 from tests.plan.search.planners import LLAMA, TOY, layout, ppo_planner
 from tests.scaling import examples
@@ -20,7 +20,7 @@ STRATEGIES = ("d1", "d2", "t2", "p2", "d2p2", "d4", "t2p2")
 
 
 def calls_with(memory: float = 1e9, **options: object) -> Candidates:
-    hardware = replace(TOY, memory=memory / (1 - MEMORY_RESERVE_FRACTION))
+    hardware = replace(TOY, memory=memory / (1 - TOY.reserve_fraction))
     return ppo_planner(hardware=hardware, workload=LONG, batch=32, **options).calls  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ import pytest
 from realhf.api.config import OptimizerConfig, Recompute
 from realhf.api.config.option import AUTO
 from realhf.api.execution_plan import ExecutionPlan, MemorySaving, Placement
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Link, Workload
+from realhf.api.machine import Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.candidates import Candidate
 from realhf.plan.search.planner import Planner
@@ -24,7 +24,7 @@ TRAINERS = ("actor_train", "critic_train")
 
 
 def planner_with(memory: float, n_workers: int = 1, **spec: object) -> Planner:
-    hardware = replace(TOY, memory=memory / (1 - MEMORY_RESERVE_FRACTION))
+    hardware = replace(TOY, memory=memory / (1 - TOY.reserve_fraction))
     return ppo_planner(n_workers, hardware, WIDE, workload=LONG, batch=32, **spec)  # type: ignore[arg-type]
 
 

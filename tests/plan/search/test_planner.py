@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Hardware, Link, Workload
+from realhf.api.machine import Hardware, Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.machines.roofline import Roofline
@@ -82,7 +82,7 @@ def test_micro_batches_shrink_until_a_plan_fits(share: float) -> None:
     rows = Workload(((60,),), (140,))
     large = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
     peak = large.predict(large.by_heuristic("symmetric")).peak
-    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - MEMORY_RESERVE_FRACTION)), WIDE, 128, rows)
+    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - TOY.reserve_fraction)), WIDE, 128, rows)
     plan, found = tight.by_heuristic("symmetric"), tight.search()
     finest = {name: replace(limit, max_tokens_per_mb=512, max_num_seqs=8) for name, limit in tight.calls.limits.items()}
     leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})
@@ -173,8 +173,38 @@ def test_layouts_without_a_profile_are_not_used() -> None:
     found = planner.search()
     assert all(found.plan[name].layout.strategy.tp == 1 for name in ("actor_gen", "rew_inf", "ref_inf", "critic_inf"))
     assert planner.predict(found.plan).seconds > 0
+    unknown = ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs})
+    assert planner.search(starts=[unknown, found.plan]).seconds <= found.seconds
     with pytest.raises(ValueError, match="no profile of"):
-        planner.predict(ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs}))
+        planner.predict(unknown)
+
+
+def test_a_search_chooses_between_weights_in_copies_and_in_shares() -> None:
+    """Copies fit on few workers of the mesh; a search with both has the plans of either."""
+    large = replace(TOY, memory=0.7 * 573e6 / (1 - TOY.reserve_fraction))
+    planners = {stage: ppo_planner(4, large, WIDE, 64, zero_stage=stage) for stage in (1, 3, "auto")}
+    training = {stage: {str(c.placement.layout.strategy) for c in planner.candidates([])["actor_train"]}
+                for stage, planner in planners.items()}  # fmt: skip
+    assert training["auto"] == training[1] | training[3] and "d4t1p1z3" in training[3] - training[1]
+    generating = planners["auto"].candidates([])["actor_gen"]
+    assert not any(candidate.placement.layout.strategy.zero3 for candidate in generating)
+    found = {stage: planner.search() for stage, planner in planners.items()}
+    assert found["auto"].plan["actor_train"].layout.strategy.zero3
+    assert found["auto"].seconds < 0.95 * found[1].seconds and found["auto"].seconds <= found[3].seconds
+    roomy = {stage: ppo_planner(4, replace(TOY, memory=1e12), WIDE, 8, zero_stage=stage) for stage in (1, "auto")}
+    assert roomy["auto"].search().seconds == roomy[1].search().seconds
+
+
+def test_a_rule_shares_weights_if_copies_are_too_large() -> None:
+    tight = replace(TOY, memory=421e6 / (1 - TOY.reserve_fraction))
+    rooms = {"tight": tight, "roomy": replace(TOY, memory=1e12)}
+    free, copies = ({room: ppo_planner(4, machine, WIDE, 8, zero_stage=stage) for room, machine in rooms.items()}
+                    for stage in ("auto", 1))  # fmt: skip
+    plans = {room: planner.by_heuristic("symmetric") for room, planner in free.items()}
+    assert plans["tight"]["actor_train"].layout.strategy.zero3 and free["tight"].fits(plans["tight"])
+    assert plans["roomy"] == copies["roomy"].by_heuristic("symmetric")
+    slower = copies["tight"].predict(copies["tight"].by_heuristic("symmetric")).seconds
+    assert free["tight"].predict(plans["tight"]).seconds < slower
 
 
 def test_a_long_tail_delays_the_step_unless_other_calls_overlap_with_it() -> None:

@@ -35,7 +35,7 @@ def check_entry_points(planner: Planner, seed: int, budget_s: float = 60.0) -> N
         assert set(plan.placements) == {m.name for m in planner.graph.mfcs} and plan.n_workers == planner.n_workers
         prediction = planner.predict(plan)
         if not planner.fits(plan):
-            message = out_of_memory_message(planner, prediction, lambda p: p.by_heuristic("symmetric"), "slots")
+            message = out_of_memory_message(planner, plan, prediction, lambda p: p.by_heuristic("symmetric"), "slots")
             assert "would need" in message
     now, others = planner.alternatives(plan)
     assert now == prediction.seconds and set(others) == set(plan.placements)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from realhf.apps.view.error_text import agreement_text, expected_step_text, with_error
 from realhf.apps.view.report.charts import SPARK_POINTS, info, spark_svg
 from realhf.apps.view.report.metrics_file import MetricsFile
 from realhf.apps.view.report.plan_pictures import LayoutRow, MemoryRow, layout_rows, memory_rows
@@ -13,6 +14,7 @@ from realhf.apps.view.report.status import RunState
 from realhf.apps.view.report.text import duration_text, number_text, shortened, size_text
 from realhf.apps.view.report.timeline import timeline_picture
 from realhf.base.version import __version__
+from realhf.plan.advice.expected_error import kind_of_work
 from realhf.plan.run_spec import RunSpec
 from realhf.plan.search.timeline import n_steady_steps
 
@@ -122,7 +124,8 @@ def _add_plan(part: RunPart, reader: RunReader, run: RunSpec) -> None:
         part.memory = memory_rows(reader.prediction.memory, measured, reader.prediction.usable)
         part.memory_facts.append(("usable per worker", size_text(reader.prediction.usable)))
     elif run.expected:
-        part.memory_facts.append(("predicted peak of a worker", size_text(run.expected.peak_bytes)))
+        peak_text = with_error(size_text(run.expected.peak_bytes), run.expected.memory_error)
+        part.memory_facts.append(("predicted peak of a worker", peak_text))
     if measured is not None:
         part.memory_facts.insert(0, ("measured peak of the largest worker", size_text(measured)))
 
@@ -152,9 +155,9 @@ def metric_tiles(reader: RunReader) -> list[Tile]:
         note = f"from {number_text(series.first)}" if series.n > 1 else ""
         expected = reader.spec.expected if reader.spec else None
         if key == "time/step_s" and expected:
-            note = f"{'predicted' if expected.is_measured else 'at least'} {duration_text(expected.step_s)}"
+            note = expected_step_text(expected)
         if key == "memory/worker_peak_gb" and expected:
-            note = f"predicted {size_text(expected.peak_bytes)}"
+            note = f"predicted {with_error(size_text(expected.peak_bytes), expected.memory_error)}"
         spark = spark_svg(series.curve(SPARK_POINTS))
         tiles.append(Tile(name, number_text(series.last), unit if unit != "fraction" else "", note, spark))
     return tiles
@@ -175,7 +178,10 @@ def facts(reader: RunReader) -> list[tuple[str, str]]:
         ]
         if run.expected:
             word = "predicted" if run.expected.is_measured else "limit: at least"
-            rows.append((word, f"{duration_text(run.expected.step_s)} per step, from {run.expected.source}"))
+            seconds = with_error(duration_text(run.expected.step_s), run.expected.step_error)
+            rows.append((word, f"{seconds} per step, from {run.expected.source}"))
+            if measured := reader.metrics.typical("time/step_s"):
+                rows.append(("typical step", agreement_text(measured, run.expected)))
     return [*rows, ("realhf", __version__)]
 
 
@@ -207,13 +213,15 @@ def metric_row(key: str, metrics: MetricsFile) -> MetricRow:
 
 def call_row(name: str, metrics: MetricsFile, run: RunSpec) -> CallRow:
     seconds = metrics.typical(f"time/{name}_s")
-    predicted = run.expected.calls.get(name) if run.expected else None
+    expected = run.expected
+    predicted = expected.calls.get(name) if expected else None
+    error = vars(expected.errors)[kind_of_work(run.graph[name])] if expected and expected.errors else 0.0
     rates = {kind.upper(): metrics.typical(f"{kind}/{name}") for kind in ("mfu", "mbu")}
     share = metrics.typical(f"time/{name}_share")
     return CallRow(
         name,
         f"{seconds:.3g}" if seconds is not None else "-",
-        f"{predicted:.3g}" if predicted else "-",
+        with_error(f"{predicted:.3g}", error) if predicted else "-",
         f"{share:.0%}" if share is not None else "-",
         ", ".join(f"{kind} {rate:.0%}" for kind, rate in rates.items() if rate is not None) or "-",
     )
@@ -226,7 +234,8 @@ def timelines(reader: RunReader, names: Sequence[str], word: str) -> tuple[list[
         timeline = reader.prediction.timeline
         n_drawn = n_steady_steps(len(timeline.step_ends), timeline.max_staleness)
         drawn = f" ({n_drawn} steps)" if n_drawn > 1 else ""
-        found.append((f"{word}: {duration_text(timeline.seconds_per_step)} per step{drawn}", timeline))
+        seconds = with_error(duration_text(timeline.seconds_per_step), reader.prediction.step_error)
+        found.append((f"{word}: {seconds} per step{drawn}", timeline))
     if reader.measured:
         step, timeline = reader.measured
         length = timeline.steady_state[1] - timeline.steady_state[0]

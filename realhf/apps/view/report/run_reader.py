@@ -26,11 +26,15 @@ MAX_TEXT = 256 << 10  # bytes of a text file on the page
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """Prediction of the current planner for the plan of a run. ``usable`` is the memory of a worker in bytes."""
+    """Prediction of the current planner for the plan of a run. ``usable`` is the memory of a worker in bytes.
+
+    ``step_error`` is the expected relative error of the step's seconds.
+    """
 
     timeline: Timeline
     memory: dict[int, Bytes]
     usable: float
+    step_error: float
 
 
 class RunReader:
@@ -132,7 +136,8 @@ def predict(run: RunSpec) -> PlanPrediction:
     report = plan_report(run.experiment, run.config)
     placements = {mfc.name: run.plan[mfc.name] for mfc in run.graph.mfcs}
     prediction = report.planner.predict(ExecutionPlan(run.plan.n_workers, placements))
-    return PlanPrediction(prediction.timeline, prediction.memory, report.machine.hardware.usable)
+    error = report.relative_error_of(prediction)
+    return PlanPrediction(prediction.timeline, prediction.memory, report.machine.hardware.usable, error)
 
 
 def read_text(path: Path) -> str:
