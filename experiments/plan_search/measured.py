@@ -45,7 +45,7 @@ from realhf.plan.search.planner import Planner
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REALHF = (sys.executable, "-m", "realhf")
-N_WORKERS, STEPS = 4, 6
+N_WORKERS, STEPS = 4, 10
 TIMEOUT_S = 300.0  # of a run, which takes about ten seconds
 TARGET = 1.1  # searched / best
 SIZES = {"small": (128, 4), "large": (256, 6)}

@@ -13,8 +13,10 @@ from math import inf
 from pathlib import Path
 from statistics import mean
 
+from experiments.plan_search.decoding import decoding_step
 from experiments.plan_search.engines import ENGINES, VARIANTS, StudyEngine
-from experiments.plan_search.workloads import DEVICES, SIZES, WEAK_SCALING, WORKLOADS, planner_for
+from experiments.plan_search.workloads import DEVICES, SIZES, WEAK_SCALING, WORKLOADS, llama, planner_for
+from realhf.api.layout import ParallelStrategy
 from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.timeline import Prediction
@@ -130,7 +132,12 @@ def table(rows: Sequence[Row]) -> str:
             gains = percent(row.gain("megatron")), row.best_rule or "-", percent(row.gain(row.best_rule))
             lines.append(line(row.workload, row.actor, str(row.devices), *steps, *gains))
         lines.append("")
-    return "\n".join([*lines, *gains_table(rows), "", *variants_table(rows), "", *calls_table(rows)]) + "\n"
+    return (
+        "\n".join(
+            [*lines, *gains_table(rows), "", *variants_table(rows), "", *calls_table(rows), "", *decoding_table(rows)]
+        )
+        + "\n"
+    )
 
 
 def gains_table(rows: Sequence[Row]) -> list[str]:
@@ -166,6 +173,24 @@ def calls_table(rows: Sequence[Row]) -> list[str]:
             pairs = [" / ".join(f"{mean(row.critical[plan].get(mfc, 0.0) for row in fitting):.1f}"
                                 for plan in ("megatron", SEARCHED)) for mfc in names]  # fmt: skip
             lines.append(line(engine.label, workload, *pairs))
+    return lines
+
+
+def decoding_table(rows: Sequence[Row]) -> list[str]:
+    """Return the costs of a decoding step at half of a long response, with ``megatron`` and the searched plan."""
+    lines = ["## A decoding step with long contexts, weak scaling, at half of the response\n",
+             "How much shorter it would be without a cost. Costs overlap.\n",
+             line("engine", "actor", "plan", "layout", "step, ms", "KV cache", "all-reduces", "launches"),
+             "|---" * 8 + "|"]  # fmt: skip
+    prompts, prompt, response = WORKLOADS["long"]
+    for name, engine in ENGINES.items():
+        for row in of(rows, name, "long", weak=True):
+            for plan in ("megatron", SEARCHED):
+                layout = row.layouts[plan]["actor_gen"].partition("@")[0]
+                step = decoding_step(engine, llama(row.actor), ParallelStrategy.parse(layout), prompts,
+                                     prompt + response // 2)  # fmt: skip
+                shares = (f"{100 * share:.0f}%" for share in (step.cache, step.all_reduces, step.launches))
+                lines.append(line(engine.label, row.actor, plan, layout, f"{1e3 * step.seconds:.1f}", *shares))
     return lines
 
 
