@@ -26,6 +26,7 @@ from experiments.plan_search.measurements import (
     SEARCHED,
     Design,
     MeasuredRun,
+    PlanEntry,
     Plans,
     Results,
     RunKey,
@@ -45,7 +46,7 @@ from realhf.plan.search.planner import Planner
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REALHF = (sys.executable, "-m", "realhf")
-N_WORKERS, STEPS = 4, 10
+N_WORKERS = 4
 TIMEOUT_S = 300.0  # of a run, which takes about ten seconds
 TARGET = 1.1  # searched / best
 SIZES = {"small": (128, 4), "large": (256, 6)}
@@ -68,7 +69,7 @@ def lengths(n_prompts: int, response: int) -> tuple[str, ...]:
 SMALL = dict.fromkeys(("actor", "critic", "ref", "rew"), "small")
 WORKLOADS = {
     "short": MeasuredWorkload(SMALL, lengths(64, 24)),
-    "long": MeasuredWorkload(SMALL, lengths(12, 192)),
+    "long": MeasuredWorkload(SMALL, lengths(16, 96)),
     "grpo": MeasuredWorkload(
         {"actor": "small", "ref": "small", "rew": "large"},
         (*lengths(8, 32), "ppo.group_size=8", "ppo.disable_value=True", "ppo.advantage=group", "ppo.adv_norm=False",
@@ -102,7 +103,7 @@ def prepare(folder: Path) -> None:
              "device=cpu", f"out={folder / 'profile.json'}")  # fmt: skip
 
 
-def words(workload: MeasuredWorkload, folder: Path, allocation: str, trial: str) -> list[str]:
+def words(workload: MeasuredWorkload, folder: Path, allocation: str, trial: str, n_steps: int = 1) -> list[str]:
     """Return the options of a run."""
     models = [word for role, size in workload.models.items()
               for word in (f"{role}.config={folder / size / 'model'}", f"{role}.init_from_scratch=True")]  # fmt: skip
@@ -111,7 +112,7 @@ def words(workload: MeasuredWorkload, folder: Path, allocation: str, trial: str)
             "ppo.ppo_n_minibatches=2", *workload.options, "device=cpu", f"n_gpus_per_node={N_WORKERS}",
             "threads_per_worker=1", f"planner.profile={folder / 'profile.json'}", f"allocation_mode={allocation}",
             f"fileroot={folder / 'runs'}", "experiment_name=measured", f"trial_name={trial}", "overwrite=True",
-            f"exp_ctrl.total_train_steps={STEPS}", "n_logged_generations=0", "tensorboard.enabled=False"]  # fmt: skip
+            f"exp_ctrl.total_train_steps={n_steps}", "n_logged_generations=0", "tensorboard.enabled=False"]  # fmt: skip
 
 
 def planner_of(workload: MeasuredWorkload, folder: Path) -> Planner:
@@ -122,8 +123,8 @@ def planner_of(workload: MeasuredWorkload, folder: Path) -> Planner:
     return report.planner
 
 
-def named_plans(planner: Planner, design: Design) -> dict[str, list[str]]:
-    """Return the searched plan, the rules that fit, and random plans: names by allocation string."""
+def named_plans(planner: Planner, design: Design) -> dict[str, PlanEntry]:
+    """Return the searched plan, the rules that fit, and random plans by allocation string."""
     plans: dict[str, ExecutionPlan] = {SEARCHED: planner.search(seed=design.seed, budget_s=inf).plan}
     for rule in HEURISTICS:
         with suppress(ValueError):  # the profile may lack a layout
@@ -131,20 +132,22 @@ def named_plans(planner: Planner, design: Design) -> dict[str, list[str]]:
                 plans[rule] = plan
     others = random_plans(planner, design.n_random, design.seed, list(plans.values()))
     plans |= {f"random {number}": plan for number, plan in enumerate(others, 1)}
-    names: dict[str, list[str]] = {}
+    entries: dict[str, PlanEntry] = {}
     for name, plan in plans.items():
-        names.setdefault(plan_text(plan, planner.calls.limits), []).append(name)
-    return names
+        text = plan_text(plan, planner.calls.limits)
+        names = entries[text].names if text in entries else ()
+        entries[text] = PlanEntry((*names, name), planner.predict(plan).seconds)
+    return entries
 
 
-def run(key: RunKey, folder: Path) -> MeasuredRun:
-    """Run a plan for a few steps, and remove its directory."""
+def run(key: RunKey, n_steps: int, folder: Path) -> MeasuredRun:
+    """Run a plan for a number of steps, and remove its directory."""
     root, load = folder / "runs" / "measured" / key.workload, os.getloadavg()[0]
-    call(*REALHF, "quickstart", "ppo", *words(WORKLOADS[key.workload], folder, key.allocation, key.workload),
-         timeout_s=TIMEOUT_S)  # fmt: skip
+    options = words(WORKLOADS[key.workload], folder, key.allocation, key.workload, n_steps)
+    call(*REALHF, "quickstart", "ppo", *options, timeout_s=TIMEOUT_S)
     steps = [json.loads(line)["time/step_s"] for line in (root / "metrics.jsonl").read_text().splitlines()]
     expected = json.loads((root / "plan.json").read_text())["expected"]
-    assert len(steps) == STEPS and expected["is_measured"], expected["source"]
+    assert len(steps) == n_steps and expected["is_measured"], expected["source"]
     shutil.rmtree(root)
     return MeasuredRun(key.workload, key.allocation, key.round, tuple(steps), expected["step_s"], load)
 
@@ -204,11 +207,11 @@ def main() -> None:
     results.write(options.out)
     pending = [key for key in results.pending() if key.workload in options.workloads]
     for number, key in enumerate(pending, 1):
-        done = run(key, folder)
+        entry = results.plans[key.workload][key.allocation]
+        done = run(key, entry.n_steps, folder)
         results.runs.append(done)
         results.write(options.out)
-        name = results.plans[key.workload][key.allocation][0]
-        print(f"{number}/{len(pending)} {key.workload} round {key.round + 1}, {name}: "
+        print(f"{number}/{len(pending)} {key.workload} round {key.round + 1}, {entry.names[0]}: "
               f"predicted {done.predicted_s:.3f} s, measured {done.seconds:.3f} s", flush=True)  # fmt: skip
     report(results, options.out)
 

@@ -11,9 +11,25 @@ from typing import Any
 
 from realhf.base.atomic_io import atomic_write
 
-Plans = dict[str, dict[str, list[str]]]
-"""By workload and allocation string: the names of the plan, several if a rule and the search agree."""
 SEARCHED = "searched"
+FEWEST_STEPS, MOST_STEPS, RUN_S = 4, 10, 4.0  # of a run
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """A plan to run: its names, several if a rule and the search agree, and predicted seconds of a step."""
+
+    names: tuple[str, ...]
+    predicted_s: float
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of a run: as many as take about ``RUN_S`` seconds by the prediction."""
+        return max(FEWEST_STEPS, min(MOST_STEPS, round(RUN_S / self.predicted_s)))
+
+
+Plans = dict[str, dict[str, PlanEntry]]
+"""By workload and allocation string."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,8 @@ class Results:
         return [key for key in schedule(self.plans, self.design) if key not in done]
 
     def write(self, file: Path) -> None:
-        content = {"design": asdict(self.design), "plans": self.plans, "runs": [asdict(run) for run in self.runs]}
+        plans = {name: {text: asdict(entry) for text, entry in some.items()} for name, some in self.plans.items()}
+        content = {"design": asdict(self.design), "plans": plans, "runs": [asdict(run) for run in self.runs]}
         atomic_write(file, json.dumps(content, indent=1) + "\n")
 
 
@@ -120,8 +137,9 @@ def read_results(file: Path, design: Design) -> Results:
         content: dict[str, Any] = json.loads(file.read_text())
         found = Design(**content["design"])
         runs = [MeasuredRun(**{**run, "step_s": tuple(run["step_s"])}) for run in content["runs"]]
-        plans = content["plans"]
-    except (ValueError, TypeError, KeyError) as error:
+        plans = {name: {text: PlanEntry(tuple(entry["names"]), entry["predicted_s"]) for text, entry in some.items()}
+                 for name, some in content["plans"].items()}  # fmt: skip
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SystemExit(f"{file} is not a results file of this study ({error!r}): move it away") from error
     if found != design:
         raise SystemExit(f"{file} has {found}, not {design}: repeat its options, or move it away")
@@ -141,16 +159,16 @@ def schedule(plans: Plans, design: Design) -> list[RunKey]:
     return keys
 
 
-def summarize(plans: Mapping[str, list[str]], runs: Sequence[MeasuredRun], workload: str) -> WorkloadResult | None:
+def summarize(plans: Mapping[str, PlanEntry], runs: Sequence[MeasuredRun], workload: str) -> WorkloadResult | None:
     """Return the results of a workload's plans that have been run; None if the searched plan has not."""
     found = []
-    for text, names in plans.items():
+    for text, entry in plans.items():
         some = [run for run in runs if (run.workload, run.allocation) == (workload, text)]
         if some:
             seconds = [run.seconds for run in some]
             error = stdev(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else 0.0
             predicted = mean(run.predicted_s for run in some)
-            found.append(PlanResult(tuple(names), text, predicted, mean(seconds), error))
+            found.append(PlanResult(entry.names, text, predicted, mean(seconds), error))
     result = WorkloadResult(workload, tuple(found))
     return result if any(SEARCHED in plan.names for plan in found) else None
 

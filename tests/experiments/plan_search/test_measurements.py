@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from experiments.plan_search.measurements import (
     Design,
     MeasuredRun,
+    PlanEntry,
     Plans,
     Results,
     drift,
@@ -21,8 +22,11 @@ from experiments.plan_search.measurements import (
 )
 
 DESIGN = Design(seed=3, n_random=2, rounds=2)
-PLANS: Plans = {"short": {"d4": ["searched", "symmetric"], "t4": ["random 1"], "p4": ["random 2"]},
-                "long": {"d2t2": ["searched"], "d4": ["split"]}}  # fmt: skip
+PLANS: Plans = {
+    "short": {"d4": PlanEntry(("searched", "symmetric"), 1.0), "t4": PlanEntry(("random 1",), 3.0),
+              "p4": PlanEntry(("random 2",), 2.0)},
+    "long": {"d2t2": PlanEntry(("searched",), 0.5), "d4": PlanEntry(("split",), 0.7)},
+}  # fmt: skip
 
 
 def measured(allocation: str, step_s: tuple[float, ...], number: int = 0, predicted: float = 1.0) -> MeasuredRun:
@@ -59,10 +63,20 @@ def test_results_of_another_design_and_damaged_ones_are_refused(tmp_path: Path) 
     Results(DESIGN, PLANS, []).write(file)
     with pytest.raises(SystemExit, match="repeat its options"):
         read_results(file, Design(seed=3, n_random=20, rounds=2))
-    for text in ("", "{}", '{"design": 1, "plans": {}, "runs": []}', file.read_text()[:-20]):
+    for text in (
+        "",
+        "{}",
+        '{"design": 1, "plans": {}, "runs": []}',
+        '{"design": {"seed": 3, "n_random": 2, "rounds": 2}, "plans": {"short": ["d4"]}, "runs": []}',
+        file.read_text()[:-20],
+    ):
         file.write_text(text)
         with pytest.raises(SystemExit, match="not a results file"):
             read_results(file, DESIGN)
+
+
+def test_slow_plans_run_for_fewer_steps() -> None:
+    assert [PlanEntry(("split",), s).n_steps for s in (0.01, 0.5, 0.8, 60.0)] == [10, 8, 5, 4]
 
 
 def test_a_run_counts_its_median_step_without_the_first() -> None:
