@@ -16,7 +16,7 @@ from random import Random
 from statistics import mean, stdev
 
 from experiments.goodput.chart import bars_svg
-from experiments.plan_search.study import WORKLOADS, planner_for
+from experiments.plan_search.workloads import WORKLOADS, planner_for
 from realhf.api.config import ExperimentConfig
 from realhf.api.machine import Hardware
 from realhf.launch.elastic import plan_restart
