@@ -16,7 +16,7 @@ from realhf.api.config import GenerationConfig, ModelSpec
 from realhf.api.config.choices import Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
+from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.experiments.gen import GenerationExperiment
@@ -27,6 +27,8 @@ from realhf.plan.cost.zero import layer_numels
 from realhf.plan.machines.roofline import AnalyticMemory
 
 Point = Mapping[str, Any]
+KEPT_SHARE = 0.05
+"""Share of the reserved memory in freed blocks that the allocator keeps: an assumption."""
 RECOMPUTE = {"none": None, "selective": Recompute.selective, "full": Recompute.full}
 
 
@@ -39,7 +41,7 @@ def predicted_bytes(point: Point) -> float:
     """Return the predicted peak of a device's memory in bytes, as the source measures it."""
     engine = MEMORY[engine_name(point)]
     nbytes = generation_bytes(point, engine) if point.get("mode") == "generate" else training_bytes(point, engine)
-    return nbytes / (1 - MEMORY_RESERVE_FRACTION) if engine.has_reserve else nbytes
+    return nbytes / (1 - KEPT_SHARE) if engine.has_reserve else nbytes
 
 
 def training_bytes(point: Point, engine: PublishedMemory) -> float:

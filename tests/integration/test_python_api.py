@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_the_example_trains_with_a_function_and_reports(task: Task, tmp_path: Pa
                           timeout=TIMEOUT_S)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    rewards = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
+    rewards = [float(line.rpartition(" ")[2]) for line in lines if re.match(r"step \d", line)]
     model, report = map(Path, lines[-1].split())
     metrics = [json.loads(line) for line in (report.parent / "metrics.jsonl").read_text().splitlines()]
     assert rewards == [round(line["reward/mean"], 3) for line in metrics] and len(rewards) == 4

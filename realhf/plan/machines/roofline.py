@@ -1,7 +1,7 @@
 """Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches. Analytic activation memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from realhf.api.config.choices import Recompute
@@ -41,6 +41,7 @@ class Roofline:
 
     hardware: Hardware
     traits: EngineTraits = OWN
+    _products: dict[Hashable, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def call(self) -> float:
@@ -126,21 +127,26 @@ class Roofline:
 
     def block_forward(self, shard: StageShard, work: Work) -> Pass:
         """Return the seconds of a block's forward pass."""
-        products = block_products(shard.model, shard.tp, work.tokens)
-        seconds = sum(n * self._product(p, shard.itemsize) for n, p in products)
+        seconds = self._products_seconds(shard, work.tokens, is_backward=False)
         return Pass(seconds, self._attention(shard, work), self._elementwise(shard, work.tokens))
 
     def _backward(self, shard: StageShard, work: Work) -> Pass:
-        has_weights = shard.model.lora is None
-        seconds = sum(
-            n * self._product(each, shard.itemsize)
-            for n, p in block_products(shard.model, shard.tp, work.tokens)
-            for each in backward_products(p, has_weights)
-        )
+        seconds = self._products_seconds(shard, work.tokens, is_backward=True)
         attention = ATTENTION_BACKWARD * self._attention(shard, work)
         kernels = KERNELS_PER_BLOCK * self.hardware.kernel
         elementwise = self.traits.backward_elements * (self._elementwise(shard, work.tokens) - kernels)
         return Pass(seconds, attention, elementwise + 2 * kernels)
+
+    def _products_seconds(self, shard: StageShard, tokens: int, is_backward: bool) -> float:
+        """Return the seconds of a block's products in one pass. A search asks for the same ones for many layouts."""
+        key = shard.model, shard.tp, shard.itemsize, tokens, is_backward
+        if key not in self._products:
+            found = block_products(shard.model, shard.tp, tokens)
+            if is_backward:
+                has_weights = shard.model.lora is None
+                found = tuple((n, each) for n, p in found for each in backward_products(p, has_weights))
+            self._products[key] = sum(n * self._product(p, shard.itemsize) for n, p in found)
+        return self._products[key]
 
     def _attention(self, shard: StageShard, work: Work) -> float:
         """Seconds of attention to the visible keys and to the masked ones of the tiles on the diagonal."""
