@@ -8,8 +8,15 @@ import pytest
 from tests.integration.conftest import Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-WORDS = ["max_staleness=1", "exp_ctrl.total_train_steps=4", "exp_ctrl.total_train_epochs=4",
-         "exp_ctrl.ckpt_freq_steps=2", "ppo.recompute_logprobs=True", "ppo.group_size=2", "critic.optimizer.lr=1e-5"]  # fmt: skip
+WORDS = [
+    "max_staleness=1",
+    "exp_ctrl.total_train_steps=4",
+    "exp_ctrl.total_train_epochs=4",
+    "exp_ctrl.ckpt_freq_steps=2",
+    "ppo.recompute_logprobs=True",
+    "ppo.group_size=2",
+    "critic.optimizer.lr=1e-5",
+]
 PLANS = {
     "one worker": "d1",
     "two meshes": "actor_gen:d1@0,*:d1@1",

@@ -1,9 +1,9 @@
 """Cost of every instruction of a program: amounts of work times the speed of a machine."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
@@ -85,20 +85,17 @@ class CostModel:
     pads_cache: bool = False
     rewards: RewardLoad | None = None
     rollouts_at_once: int = 1
+    _known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return the cost function of a plan's instructions, for the simulator."""
-
-        @cache
-        def computed(mfc: str, ranks: tuple[BatchRows, ...]) -> Cost:
-            return self.compute(self.graph[mfc], plan[mfc], ranks)
 
         def price(call: PrepareCall, step: Instruction) -> Cost:
             match step:
                 case Transfer(keys, layout):
                     return self.exchange(transfer_traffic(call, (*keys, *call.forwarded), layout, self.node_size))
                 case Compute(mfc):
-                    return computed(mfc, rows_of(call))
+                    return self.known(self.graph[mfc], plan[mfc], rows_of(call))
                 case Reallocate(role, src, _, dst, eta):
                     return self.reallocate(role, src, dst, eta)
                 case Load(role, layout) | Offload(role, layout):
@@ -107,6 +104,13 @@ class CostModel:
                     return NO_COST
 
         return price
+
+    def known(self, mfc: MFC, placement: Placement, ranks: tuple[BatchRows, ...]) -> Cost:
+        """Return ``compute``, once per argument: the plans of a search share most calls."""
+        key = mfc.name, placement, ranks
+        if key not in self._known:
+            self._known[key] = self.compute(mfc, placement, ranks)
+        return self._known[key]
 
     def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
         """Return the cost of an MFC's computation on the rows of every data-parallel rank."""

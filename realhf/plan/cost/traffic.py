@@ -148,5 +148,10 @@ def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, n
         counts = totals.setdefault((src, dsts), [0, 0])
         counts[0] += length * SCALAR_BYTES[dtype]
         counts[1] += 1
-    copies = ((src, (dst,), nbytes, n_parts) for (src, dsts), (nbytes, n_parts) in totals.items() for dst in dsts)
-    return traffic_of(copies, node_size)
+    counters = _Counters()
+    for (src, dsts), (nbytes, n_parts) in totals.items():  # every receiver gets a copy of its own
+        for is_near, sent, received in ((True, SENT, RECEIVED), (False, FAR_SENT, FAR_RECEIVED)):
+            receivers = [dst for dst in dsts if (dst // node_size == src // node_size) == is_near]
+            counters.add((src,), sent, nbytes * len(receivers), n_parts * len(receivers))
+            counters.add(receivers, received, nbytes, n_parts)
+    return counters.traffic()

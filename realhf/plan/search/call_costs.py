@@ -70,7 +70,7 @@ class CallCosts:
         entry = key, placement.micro_batching, placement.saving
         if entry not in self._costs:
             rows = self._rows_of(mfc, placement.layout.strategy.dp)
-            self._costs[entry] = tuple(self.cost.compute(mfc, placement, of_call) for of_call in rows)
+            self._costs[entry] = tuple(self.cost.known(mfc, placement, of_call) for of_call in rows)
         return self._costs[entry]
 
     def _rows_of(self, mfc: MFC, dp: int) -> list[tuple[BatchRows, ...]]:
