@@ -33,7 +33,7 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/realhf demo
 
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/vllm --numprocesses $(JOBS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/vllm --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow"

@@ -32,6 +32,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))
 """Limits every wait for another process: long enough for a busy machine, since only a hang reaches it."""
 Job = Callable[..., Any]
+LONGEST = ("sanitizers", "launch_race", "ray", "planner_fuzz", "agents", "zero", "partial_rollouts", "hub", "layouts",
+           "slurm", "metamorphic", "agreement", "plan_sweep", "verdicts", "extension", "algorithms", "lora",
+           "phases")  # fmt: skip
+"""Files by the time of their tests. They start first, so that none runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
 @dataclass(frozen=True)
