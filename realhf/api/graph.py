@@ -117,6 +117,11 @@ class Graph:
     def producer(self) -> dict[str, MFC]:
         return {key: m for m in self.mfcs for key in m.outputs}
 
+    @cached_property
+    def fetcher(self) -> MFC:
+        """The first call that reads the data set; its workers fetch the rows."""
+        return next(m for m in self.topological if set(self.dataset_keys) & set(m.inputs))
+
     def parents(self, mfc: MFC) -> tuple[MFC, ...]:
         producers = {self.producer[k].name for k in mfc.inputs if k in self.producer}
         return tuple(m for m in self.mfcs if m.name in producers)

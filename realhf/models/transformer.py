@@ -329,8 +329,7 @@ class Transformer:
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
         for index, block in enumerate(weights.blocks):
-            # the gradient of a leaf, the input of a later stage, may be known before those of weights
-            if self.on_backward is not None and x.grad_fn is not None:
+            if self.on_backward is not None and x.grad_fn is not None:  # a leaf's may be known before those of weights
                 x.register_hook(partial(self.on_backward, self.layers[index]))
             with self._memory_of(self.layers[index] + 1):
                 x, losses = run(block, index, x, context)

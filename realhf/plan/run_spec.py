@@ -146,9 +146,7 @@ class RunSpec:
     @property
     def fetch_ranks(self) -> tuple[int, ...]:
         """Workers that read the data set: the data-parallel heads of the first MFC that needs it."""
-        keys = set(self.graph.dataset_keys)
-        first = next(m for m in self.graph.topological if keys & set(m.inputs))
-        return self.plan[first.name].layout.dp_heads()
+        return self.plan[self.graph.fetcher.name].layout.dp_heads()
 
     @property
     def tokenizer_dir(self) -> Path:

@@ -5,9 +5,12 @@ rollout, a call that starts as soon as a rollout has finished therefore also get
 """
 
 from collections.abc import Collection
+from typing import TypeVar
 
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph, Kind
+
+Call = TypeVar("Call")
 
 
 def rollouts_ahead(graph: Graph) -> tuple[MFC, ...]:
@@ -29,22 +32,20 @@ def later_readers(graph: Graph, rollout: MFC) -> tuple[MFC, ...]:
 
 def held_keys(graph: Graph, rollout: MFC) -> tuple[str, ...]:
     """Return the keys of the rows that only the workers of a rollout have; those of the data if they read it."""
-    data = graph.dataset_keys
-    fetcher = next((m for m in graph.topological if set(data) & set(m.inputs)), None)
-    return (*rollout.outputs, *(data if fetcher == rollout else ()))
+    return (*rollout.outputs, *(graph.dataset_keys if graph.fetcher == rollout else ()))
 
 
 def choose_courier(
-    available: Collection[tuple[MFC, frozenset[int]]], reader: frozenset[int], rollout: frozenset[int]
-) -> MFC | None:
+    available: Collection[tuple[Call, frozenset[int]]], reader: frozenset[int], rollout: frozenset[int]
+) -> Call | None:
     """Return which of the calls on given workers brings rows to a reader on other workers than the rollout.
 
     It is the first one on a worker of the reader, or else the first one without a worker of the rollout.
     """
-    free = [(mfc, ranks) for mfc, ranks in available if ranks.isdisjoint(rollout)]
+    free = [(call, ranks) for call, ranks in available if ranks.isdisjoint(rollout)]
     if not free or not reader.isdisjoint(rollout):
         return None
-    return next((mfc for mfc, ranks in free if not ranks.isdisjoint(reader)), free[0][0])
+    return next((call for call, ranks in free if not ranks.isdisjoint(reader)), free[0][0])
 
 
 def forwarded_keys(graph: Graph, plan: ExecutionPlan, max_staleness: int) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import Holders, PrepareCall, State
 from realhf.plan.compile import transfer
-from realhf.plan.compile.forwarding import busy_ranks, forwarded_keys
+from realhf.plan.compile.forwarding import busy_ranks, forwarded_keys, rollouts_ahead
 from realhf.plan.compile.micro_batch import partition_rows
 
 
@@ -103,7 +103,7 @@ class Scheduler:
         self.finished_steps = schedule.first_step
         self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
         self._parents = {m.name: [p.name for p in graph.parents(m)] for m in graph.mfcs}
-        self._ahead = [m for m in graph.mfcs if m.allowed_staleness(1) and not self._parents[m.name]]
+        self._ahead = rollouts_ahead(graph)
         if strict_step_order and self._filters_by_current_weights():
             self.max_staleness = min(max_staleness, 1)  # two steps ahead, training and sampling would await each other
         self._reads_data = {m.name for m in graph.mfcs if not graph.producer.keys() >= {*m.inputs}}

@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import count
 
 from realhf.api.machine import Cost
+from realhf.plan.compile.forwarding import choose_courier
 from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.mcmc import Chain, run_chain
@@ -77,12 +78,10 @@ class Assignment:
 
     def _senders(self, mfc: int, source: int) -> range:
         """Return the ranks that send rows of a source to an MFC: its holders, or a courier's (``choose_courier``)."""
-        couriers = self.problem.deps[mfc].couriers.get(source, ())
-        rollout, reader = (self.options[number].ranks for number in (source, mfc))
-        free = [ranks for number in couriers if not _overlap(ranks := self.options[number].ranks, rollout)]
-        if not free or _overlap(reader, rollout):
-            return self.options[source].holders
-        return next((ranks for ranks in free if _overlap(ranks, reader)), free[0])
+        classes = lambda number: frozenset(self.rank_classes(self.options[number].ranks))
+        available = [(number, classes(number)) for number in self.problem.deps[mfc].couriers.get(source, ())]
+        courier = choose_courier(available, classes(mfc), classes(source))
+        return self.options[source].holders if courier is None else self.options[courier].ranks
 
     def call_ops(self, mfc: int) -> list[tuple[list[int], tuple[Cost, ...]]]:
         """Return rank classes and costs of each operation of a call (plan/compile/program.py), row transfer first.
@@ -103,10 +102,6 @@ class Assignment:
             ranks = self.rank_classes(home.ranks)
             ops = [(ranks, (home.load,)), *ops, (ranks, (home.offload,))]
         return [(self.rank_classes(option.ranks, *holders), (option.transfer,)), *ops]
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def peak_bytes(assignment: Assignment) -> float:

@@ -142,7 +142,7 @@ class Problem:
     @cached_property
     def deps(self) -> tuple[MFCDeps, ...]:
         graph, data = self.graph, set(self.graph.dataset_keys)
-        fetcher = next(self.number[m.name] for m in graph.topological if data & set(m.inputs))
+        fetcher = self.number[graph.fetcher.name]
         deps = []
         for mfc in graph.mfcs:
             parents = tuple(self.number[p.name] for p in graph.parents(mfc))

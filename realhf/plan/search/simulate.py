@@ -79,8 +79,7 @@ def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     the data-parallel heads. All columns have the length of the row.
     """
     if isinstance(action, FetchRows):
-        fetcher = next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs))
-        heads, outputs = plan[fetcher.name].layout.dp_heads(), {}
+        heads, outputs = plan[graph.fetcher.name].layout.dp_heads(), {}
         prompts, n = range(action.span.start, action.span.stop), len(heads)
         for k, head in enumerate(heads):
             own = prompts[len(prompts) * k // n : len(prompts) * (k + 1) // n]

@@ -155,7 +155,7 @@ def _with_filter(random: Random, mfcs: list[MFC]) -> list[MFC]:
 def _layouts(random: Random, mfc: MFC, graph: Graph, batch: int, n_ranks: int, n_options: int) -> list[Layout]:
     fewest = min(mfc.batch_size, batch % mfc.batch_size or mfc.batch_size)
     readers = [m for m in graph.mfcs if set(m.inputs) & set(mfc.outputs)]
-    if mfc == next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs)):
+    if mfc == graph.fetcher:
         others = [m for m in graph.mfcs if m != mfc and set(graph.dataset_keys) & set(m.inputs)]
         fewest = fewest if all(m.batch_size == batch for m in others) else 1
     most = fewest if all(m.batch_size % mfc.batch_size == 0 for m in readers) else 1
