@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Run, same_curve
+from tests.integration.kills import check_kill
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 WORDS = [
@@ -36,3 +37,14 @@ def test_the_curve_does_not_depend_on_where_calls_run(
     for name, run in runs.items():
         assert run.code == 0, (name, run.output)
         assert same_curve(runs["one worker"], run) == [], name
+
+
+@pytest.mark.parametrize("whom", ["master", "worker"])
+def test_a_kill_does_not_change_a_run_with_rollouts_ahead(
+    whom: str, realhf_all: Callable[..., dict[str, Run]], ppo_words: list[str], tmp_path: Path
+) -> None:
+    """The resumed run has the rows of rollouts ahead on worker 0, and brings them to the others from there."""
+    options = [*ppo_words, *WORDS, f"allocation_mode={PLANS['replicas']}", "n_gpus_per_node=4",
+               "exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=8"]  # fmt: skip
+    whole = realhf_all("ppo-math", tmp_path, {"whole": options}, [])["whole"]
+    check_kill(whole, tmp_path / whom, options, 3, whom, "ppo-math")
