@@ -32,11 +32,10 @@ constexpr int64_t kMaxSize = 1 << 20;  // of given sizes, whose products must no
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 struct Shape {
-  int64_t hidden, n_q, n_kv, dim, inner, max_len;
-  Rope rope;
+  int64_t hidden, n_q, n_kv, dim, inner, max_len, growth_period;
   Activation activation;
-  bool gated, parallel;
-  float eps, scale, softcap;
+  bool gated, parallel, layer_norms;
+  float eps, residual_scale, scale, softcap, query_growth;
 
   int64_t place(int64_t row, int64_t head, int64_t position) const {
     return ((row * n_kv + head) * max_len + position) * dim;
@@ -44,9 +43,10 @@ struct Shape {
 };
 
 template <typename scalar_t>
-struct Norm {  // RMSNorm, or LayerNorm if it has a bias
+struct Norm {
   const scalar_t *weight, *bias;
   float offset;
+  bool is_layer_norm;
 };
 
 template <typename scalar_t>
@@ -55,6 +55,7 @@ struct Layer {
   Matrix<scalar_t> qkv, out, up, down;
   scalar_t *keys, *values;  // [rows, n_kv, max_len, dim]
   int64_t window;
+  Rope rope;
 };
 
 template <typename scalar_t>
@@ -119,7 +120,8 @@ struct Buffers {
 template <typename scalar_t>
 class Reader {
  public:
-  Reader(const std::vector<Tensor>& all, float offset) : next_(all.begin()), offset_(offset) {}
+  Reader(const std::vector<Tensor>& all, float offset, bool layer_norms)
+      : next_(all.begin()), offset_(offset), layer_norms_(layer_norms) {}
 
   const scalar_t* take(int64_t size) {
     const Tensor& given = *next_++;
@@ -129,10 +131,12 @@ class Reader {
     return static_cast<const scalar_t*>(given.const_data_ptr());
   }
 
-  Norm<scalar_t> norm(int64_t size, bool has_bias) {
-    const scalar_t* weight = take(size);
-    return {weight, has_bias ? take(size) : nullptr, offset_};
+  Norm<scalar_t> norm(int64_t size) {  // over hidden states
+    const scalar_t *weight = take(size), *bias = take(size);
+    return {weight, bias, offset_, layer_norms_};
   }
+
+  Norm<scalar_t> rms_norm(int64_t size) { return {take(size), nullptr, offset_, false}; }
 
   Matrix<scalar_t> matrix(int64_t outs, int64_t depth) {
     const scalar_t* tiles = take(outs * depth);
@@ -143,42 +147,43 @@ class Reader {
  private:
   std::vector<Tensor>::const_iterator next_;
   float offset_;
+  bool layer_norms_;
 };
 
 template <typename scalar_t>
 Layer<scalar_t> read_layer(Reader<scalar_t>& reader, const Shape& shape) {
   const int64_t hidden = shape.hidden, of_q = shape.n_q * shape.dim;
   Layer<scalar_t> layer{};
-  layer.norm = reader.norm(hidden, true);
+  layer.norm = reader.norm(hidden);
   layer.qkv = reader.matrix(of_q + 2 * shape.n_kv * shape.dim, hidden);
-  layer.q_norm = reader.norm(shape.dim, false);
-  layer.k_norm = reader.norm(shape.dim, false);
+  layer.q_norm = reader.rms_norm(shape.dim);
+  layer.k_norm = reader.rms_norm(shape.dim);
   layer.out = reader.matrix(hidden, of_q);
-  layer.post_norm = reader.norm(hidden, false);
-  layer.mlp_norm = reader.norm(hidden, true);
+  layer.post_norm = reader.rms_norm(hidden);
+  layer.mlp_norm = reader.norm(hidden);
   layer.up = reader.matrix(shape.gated ? 2 * shape.inner : shape.inner, hidden);
   layer.down = reader.matrix(hidden, shape.inner);
-  layer.mlp_post_norm = reader.norm(hidden, false);
+  layer.mlp_post_norm = reader.rms_norm(hidden);
   STD_TORCH_CHECK(layer.norm.weight && layer.mlp_norm.weight, "decode_blocks: a norm is missing");
   return layer;
 }
 
 template <typename scalar_t>
-void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<int64_t>& windows, float offset,
-         Tensor& k, Tensor& v, const Tensor& x, const Tensor& positions, const std::optional<Tensor>& prefixes,
-         Tensor& result) {
-  Reader<scalar_t> reader(weights, offset);
+void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<Rope>& ropes,
+         const std::vector<int64_t>& windows, float offset, Tensor& k, Tensor& v, const Tensor& x,
+         const Tensor& positions, const std::optional<Tensor>& prefixes, Tensor& result) {
+  Reader<scalar_t> reader(weights, offset, shape.layer_norms);
   std::vector<Layer<scalar_t>> layers;
   const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim;
   for (size_t i = 0; i < windows.size(); ++i) {
     layers.push_back(read_layer(reader, shape));
     layers[i].keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
     layers[i].values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
-    layers[i].window = windows[i];
+    layers[i].window = windows[i], layers[i].rope = ropes[i];
   }
   const Stage<scalar_t> stage{layers.data(),
                               static_cast<int64_t>(layers.size()),
-                              reader.norm(shape.hidden, true),
+                              reader.norm(shape.hidden),
                               static_cast<const scalar_t*>(x.const_data_ptr()),
                               positions.const_data_ptr<int64_t>(),
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
@@ -218,8 +223,7 @@ void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, 
   }
 }
 
-Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std::optional<Tensor>& angles,
-                    int64_t n_heads, int64_t inner) {
+Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner) {
   STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
                       v.numel() == k.numel() && k.size(1) >= x.size(0),
                   "decode_blocks: x must be [S, D], k and v [L, slots >= S, K, max_len, d], contiguous");
@@ -234,31 +238,50 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
     STD_TORCH_CHECK(size > 0 && size <= kMaxSize && size % kPadding == 0, "decode_blocks: size ", size,
                     " is no multiple of ", kPadding, " up to ", kMaxSize);
   }
-  shape.rope = checked_rope(angles, shape.dim);
   return shape;
 }
 
+// The rotation of every layer; `table_of` has the number of its table, or -1.
+std::vector<Rope> ropes_of(const std::vector<Tensor>& angles, const std::vector<int64_t>& table_of, int64_t dim) {
+  std::vector<Rope> ropes;
+  for (const int64_t table : table_of) {
+    STD_TORCH_CHECK(table >= -1 && table < static_cast<int64_t>(angles.size()), "decode_blocks: table ", table, " of ",
+                    angles.size());
+    ropes.push_back(table < 0 ? Rope{nullptr, 0, 0} : checked_rope(angles[table], dim));
+  }
+  return ropes;
+}
+
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
-                         const std::optional<Tensor>& prefixes, const std::optional<Tensor>& angles,
-                         std::vector<int64_t> windows, int64_t n_heads, int64_t inner, int64_t activation, bool gated,
-                         bool parallel, double eps, double offset, double scale, double softcap) {
-  Shape shape = checked_shape(x, k, v, angles, n_heads, inner);
-  STD_TORCH_CHECK(
-      static_cast<int64_t>(windows.size()) == k.size(0) && weights.size() == windows.size() * kTensorsPerLayer + 2,
-      "decode_blocks: ", weights.size(), " weights and ", windows.size(), " windows of ", k.size(0), " layers");
+                         const std::optional<Tensor>& prefixes, std::vector<Tensor> angles,
+                         std::vector<int64_t> table_of, std::vector<int64_t> windows, int64_t n_heads, int64_t inner,
+                         int64_t activation, bool gated, bool parallel, bool layer_norms, double eps, double offset,
+                         double residual_scale, double scale, double softcap, double query_growth,
+                         int64_t growth_period) {
+  Shape shape = checked_shape(x, k, v, n_heads, inner);
+  STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) && table_of.size() == windows.size() &&
+                      weights.size() == windows.size() * kTensorsPerLayer + 2,
+                  "decode_blocks: ", weights.size(), " weights, ", windows.size(), " windows and ", table_of.size(),
+                  " tables of ", k.size(0), " layers");
+  STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
   for (const Tensor& given : weights) {
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }
-  const int64_t limit = angles ? std::min(shape.max_len, shape.rope.count) : shape.max_len;
+  const std::vector<Rope> ropes = ropes_of(angles, table_of, shape.dim);
+  int64_t limit = shape.max_len;
+  for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
   const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
   check_rows(positions, prefixes, x.size(0), limit, has_windows);
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);
   shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
-  shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
-  shape.softcap = static_cast<float>(softcap);
+  shape.layer_norms = layer_norms, shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
+  shape.softcap = static_cast<float>(softcap), shape.residual_scale = static_cast<float>(residual_scale);
+  shape.query_growth = static_cast<float>(query_growth), shape.growth_period = growth_period;
   Tensor result = torch::stable::new_empty(x, {x.size(0), x.size(1)});
   const auto all = x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>;
-  if (x.size(0) > 0) all(shape, weights, windows, static_cast<float>(offset), k, v, x, positions, prefixes, result);
+  if (x.size(0) > 0) {
+    all(shape, weights, ropes, windows, static_cast<float>(offset), k, v, x, positions, prefixes, result);
+  }
   return result;
 }
 
@@ -268,8 +291,9 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
       "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes,"
-      " Tensor? angles, int[] windows, int n_heads, int inner, int activation, bool gated, bool parallel, float eps,"
-      " float offset, float scale, float softcap) -> Tensor");
+      " Tensor[] angles, int[] table_of, int[] windows, int n_heads, int inner, int activation, bool gated,"
+      " bool parallel, bool layer_norms, float eps, float offset, float residual_scale, float scale, float softcap,"
+      " float query_growth, int growth_period) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

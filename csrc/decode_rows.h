@@ -81,10 +81,10 @@ REALHF_NOINLINE void normalise(const Norm<scalar_t>& norm, float eps, int64_t ro
                                float* to) {
   for (int64_t r = 0; r < rows; ++r, x += size, to += size) {
     Floats sum = {}, squares = {};
-    if (norm.bias) {
+    if (norm.is_layer_norm) {
       for (int64_t c = 0; c < size; c += kLanes) sum += load(x + c);
     }
-    const float mean = norm.bias ? horizontal_sum(sum) / size : 0.0f;
+    const float mean = norm.is_layer_norm ? horizontal_sum(sum) / size : 0.0f;
     for (int64_t c = 0; c < size; c += kLanes) {
       const Floats centred = load(x + c) - mean;
       squares += centred * centred;
@@ -157,8 +157,12 @@ REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, 
     normalise(layer.q_norm, shape.eps, shape.n_q, dim, qkv, qkv);
     normalise(layer.k_norm, shape.eps, shape.n_kv, dim, k, k);
   }
-  for (int64_t h = 0; h < (shape.rope.rotary_dim > 0 ? shape.n_q + shape.n_kv : 0); ++h) {
-    rotate(shape.rope, position, 1.0f, qkv + h * dim);
+  for (int64_t h = 0; h < (layer.rope.rotary_dim > 0 ? shape.n_q + shape.n_kv : 0); ++h) {
+    rotate(layer.rope, position, 1.0f, qkv + h * dim);
+  }
+  if (shape.query_growth != 0 && position >= shape.growth_period) {
+    const float scale = 1.0f + shape.query_growth * __builtin_logf(1 + position / shape.growth_period);
+    for (int64_t c = 0; c < shape.n_q * dim; c += kLanes) store(qkv + c, load(qkv + c) * scale);
   }
   for (int64_t h = 0; h < shape.n_kv; ++h) {
     convert(layer.keys + shape.place(row, h, position), k + h * dim, dim);
@@ -230,14 +234,16 @@ REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer
   }
 }
 
-// x += inner . matrix^T + bias, with a post-norm if the model has one.
+// x += scale * (inner . matrix^T + bias), with a post-norm if the model has one.
 template <typename scalar_t>
 REALHF_INLINE void add_product(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
                                int64_t rows, const float* inner, const Buffers& buffers, float* x) {
-  if (!post.weight) return linear(matrix, rows, inner, true, x, shape.hidden);
+  if (!post.weight && shape.residual_scale == 1) return linear(matrix, rows, inner, true, x, shape.hidden);
   linear(matrix, rows, inner, false, buffers.gemm, shape.hidden);
-  normalise(post, shape.eps, rows, shape.hidden, buffers.gemm, buffers.gemm);
-  for (int64_t c = 0; c < rows * shape.hidden; c += kLanes) store(x + c, load(x + c) + load(buffers.gemm + c));
+  if (post.weight) normalise(post, shape.eps, rows, shape.hidden, buffers.gemm, buffers.gemm);
+  for (int64_t c = 0; c < rows * shape.hidden; c += kLanes) {
+    store(x + c, load(x + c) + load(buffers.gemm + c) * shape.residual_scale);
+  }
 }
 
 template <typename scalar_t>

@@ -42,6 +42,8 @@ class ModelConfig:
     max_positions: int
     head: str = "lm"  # lm (vocabulary logits) | scalar (critic, reward)
     norm: str = "rms"  # rms | layer
+    norm_bias: bool = True  # of layer norms
+    shared_norm: bool = False  # attention and MLP read the output of one norm
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to the weight of an RMS norm
     norm_placement: str = "pre"  # pre | post | sandwich: norms on the inputs of attention and MLP, the outputs, or both
@@ -52,12 +54,19 @@ class ModelConfig:
     rotary_base: float = 10000.0
     rotary_scaling: tuple[tuple[str, Any], ...] = ()  # parameters by their names in transformers; empty: none
     rotary_dims: int = 0  # leading dimensions of a head that are rotated, 0: all
+    windowed_rotary_base: float = 0.0  # of layers with a sliding window, without scaling; 0: as in other layers
+    unrotated_layers: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
+    query_growth: tuple[float, int] = (0.0, 0)  # (b, n): queries at position p are scaled by 1 + b * ln(1 + p // n)
     learned_positions: bool = False
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
+    embedding_scale: float = 1.0  # they are multiplied by this too
+    residual_scale: float = 1.0  # outputs of attention and MLP are multiplied by this before the residual addition
+    logit_scale: float = 1.0
     sliding_windows: tuple[int, ...] = ()  # window of each layer in tokens, including its own (0: all); empty: all
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
+    attention_sinks: bool = False  # every head has the score of one more key, without a value
     qkv_bias: bool = False
     proj_bias: bool = False  # of the output projection of attention
     mlp_bias: bool = False
@@ -66,7 +75,14 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     dense_layers: tuple[int, ...] = ()  # blocks of a routed model that keep an MLP of size ``intermediate``
+    expert_bias: bool = False  # of the router and of the experts
+    expert_scores: str = "softmax"  # softmax | sigmoid of the router's products
+    choice_bias: bool = False  # a bias of every expert's score, which only its choice depends on
+    expert_groups: tuple[int, int] = (1, 1)  # groups of adjacent experts, and of how many a token may choose experts
     renormalise_experts: bool = True  # the expert weights of a token sum to one
+    expert_scale: float = 1.0  # the expert weights are multiplied by this
+    shared_intermediate: int = 0  # width of an MLP beside the routed experts, for all tokens
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a product with the token
     balance_loss: float = 0.0  # coefficient of the router's load-balancing loss in training
     z_loss: float = 0.0  # coefficient of its squared log-partition function
     init_std: float = 0.02
@@ -89,6 +105,14 @@ class ModelConfig:
     @property
     def routed_layers(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.n_layers) if i not in self.dense_layers) if self.n_experts else ()
+
+    def rotary(self, layer: int) -> tuple[float, tuple[tuple[str, Any], ...]] | None:
+        """Return base and scaling of a block's rotary embeddings; None for a block without them."""
+        if self.learned_positions or layer in self.unrotated_layers:
+            return None
+        if self.windowed_rotary_base and self.sliding_window(layer):
+            return self.windowed_rotary_base, ()
+        return self.rotary_base, self.rotary_scaling
 
     def sliding_window(self, layer: int) -> int:
         """Return the attention window of a block in tokens, including the query's own; 0: all."""

@@ -26,6 +26,11 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has weight decay and a random start: norms and biases, also those of experts, have neither."""
+        return len(self.shape) > 1 and not self.name.rpartition(".")[2].startswith("b_")
+
     def is_in(self, layers: range) -> bool:
         """Return True if a stage with these layers holds the parameter."""
         return self.layer in layers or self.shared_layer in layers

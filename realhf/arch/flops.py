@@ -14,7 +14,7 @@ def matrix_params(config: ModelConfig) -> int:
     attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     routed = len(config.routed_layers)
     width = (config.n_layers - routed) * config.intermediate
-    width += routed * config.experts_per_token * config.expert_intermediate
+    width += routed * (config.experts_per_token * config.expert_intermediate + config.shared_intermediate)
     mlp = config.hidden * width * (3 if config.mlp == "gated" else 2) + routed * config.hidden * config.n_experts
     return config.n_layers * attention + mlp
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import FAMILIES
-from realhf.arch.families.base import Family
-from realhf.arch.families.fields import HfFields, refuse_unread
+from realhf.arch.families.common.base import Family
+from realhf.arch.families.common.fields import HfFields, refuse_unread
 from realhf.base.errors import did_you_mean
 
 

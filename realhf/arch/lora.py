@@ -17,6 +17,8 @@ PRODUCTS = (("wq", "wk", "wv"), ("wo",), ("gate", "up"), ("down",), ("experts.up
 """The weights of a block that can have adapters; those of a line are one product."""
 EXPERT_MODULES = {"experts.up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj"}
 """Parameters of all experts, as transformers holds them for every routed family."""
+UNADAPTED = {"gpt_oss": tuple(EXPERT_MODULES)}
+"""By family: parameters that it stores as ``[E, in, out]``, which PEFT takes for ``[E, out, in]``."""
 DENSE_MLP = ("gate", "up", "down")
 """Of a routed model, these have no adapters: PEFT takes their modules' names for those of experts."""
 
@@ -79,12 +81,13 @@ def lora_modules(config: ModelConfig) -> tuple[LoraModule, ...]:
 
 def _modules(config: ModelConfig) -> Iterator[LoraModule]:
     stored = FAMILIES[config.family].hf_tensors(config)
+    without = (*UNADAPTED.get(config.family, ()), *(DENSE_MLP if config.n_experts else ()))
     for layer in range(config.n_layers):
         for product in PRODUCTS:
             by_path: dict[str, list[str]] = {}
             for name in product:
                 weight = f"layers.{layer}.{name}"
-                if weight in stored and not (config.n_experts and name in DENSE_MLP):
+                if weight in stored and name not in without:
                     path = stored[weight][0].name.removesuffix(".weight")
                     if product[0] in EXPERT_MODULES:
                         path = f"{path.rpartition('.experts.')[0].rpartition('.')[0]}.{EXPERT_MODULES[product[0]]}"

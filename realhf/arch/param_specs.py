@@ -12,8 +12,9 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return all parameters in layer order. Matrices are ``[out, in]``.
 
     Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, q_norm.weight,
-    k_norm.weight, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_gate, b_up, down, b_down, router,
-    experts.up, experts.down, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``,
+    k_norm.weight, sinks, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_gate, b_up, down, b_down, router,
+    b_router, choice_bias, experts.up, experts.down, experts.b_up, experts.b_down, shared.gate, shared.up, shared.down,
+    shared_gate, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``,
     ``head.weight`` (absent if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are
     adjacent.
     ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
@@ -34,7 +35,7 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def _norm_specs(config: ModelConfig, name: str, layer: int, present: bool = True) -> list[ParamSpec]:
-    parts = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    parts = ("weight", "bias") if config.norm == "layer" and config.norm_bias else ("weight",)
     return [ParamSpec(f"{name}.{part}", (config.hidden,), layer) for part in parts] if present else []
 
 
@@ -44,7 +45,7 @@ def _block_specs(config: ModelConfig, index: int) -> list[ParamSpec]:
         *_norm_specs(config, prefix + "attn_norm", layer, config.pre_norms),
         *_attention_specs(config, prefix, layer),
         *_norm_specs(config, prefix + "attn_post_norm", layer, config.post_norms),
-        *_norm_specs(config, prefix + "mlp_norm", layer, config.pre_norms),
+        *_norm_specs(config, prefix + "mlp_norm", layer, config.pre_norms and not config.shared_norm),
         *(_expert_specs if index in config.routed_layers else _mlp_specs)(config, prefix, layer),
         *_norm_specs(config, prefix + "mlp_post_norm", layer, config.post_norms),
     ]
@@ -60,6 +61,8 @@ def _attention_specs(config: ModelConfig, prefix: str, layer: int) -> list[Param
         specs += [ParamSpec(f"{prefix}{part}_norm.weight", (head_dim,), layer) for part in "qk"]
     elif config.qk_norm == "full":
         specs += [ParamSpec(f"{prefix}{p}_norm.weight", (heads[p] * head_dim,), layer, 0, heads[p]) for p in "qk"]
+    if config.attention_sinks:
+        specs.append(ParamSpec(prefix + "sinks", (config.n_heads,), layer, 0, config.n_heads))
     specs.append(ParamSpec(prefix + "wo", (d, config.n_heads * head_dim), layer, 1, config.n_heads))
     if config.proj_bias:
         specs.append(ParamSpec(prefix + "bo", (d,), layer))
@@ -79,12 +82,25 @@ def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
 
 def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     """The router is replicated; each expert is sharded like an MLP."""
-    d, wide, count = config.hidden, config.expert_intermediate, config.n_experts
-    return [
-        ParamSpec(prefix + "router", (count, d), layer),
+    d, wide, count, shared = config.hidden, config.expert_intermediate, config.n_experts, config.shared_intermediate
+    specs = [ParamSpec(prefix + "router", (count, d), layer)]
+    if config.expert_bias:
+        specs.append(ParamSpec(prefix + "b_router", (count,), layer))
+    if config.choice_bias:
+        specs.append(ParamSpec(prefix + "choice_bias", (count,), layer))
+    specs += [
         ParamSpec(prefix + "experts.up", (count, 2, wide, d), layer, 2, wide),
         ParamSpec(prefix + "experts.down", (count, d, wide), layer, 2, wide),
     ]
+    if config.expert_bias:
+        specs.append(ParamSpec(prefix + "experts.b_up", (count, 2, wide), layer, 2, wide))
+        specs.append(ParamSpec(prefix + "experts.b_down", (count, d), layer))
+    if shared:
+        specs += [ParamSpec(f"{prefix}shared.{name}", (shared, d), layer, 0, shared) for name in ("gate", "up")]
+        specs.append(ParamSpec(prefix + "shared.down", (d, shared), layer, 1, shared))
+    if config.shared_gate:
+        specs.append(ParamSpec(prefix + "shared_gate", (1, d), layer))
+    return specs
 
 
 @lru_cache(maxsize=1024)

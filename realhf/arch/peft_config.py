@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import FAMILIES
+from realhf.arch.families.common.base import TRANSPOSED
 from realhf.arch.lora import LoraModule, b_name, lora_modules, own_specs
 from realhf.base.errors import damage_reported
 
@@ -75,7 +76,7 @@ def adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
     rank, alpha = lora.rank, lora.alpha
     doubled = {f".*\\.{m.name}" for m in modules if m.rank_factor == 2}
     stored = FAMILIES[config.family].hf_tensors(config)
-    transposed = any(part.transpose for m in modules for part in stored[m.weights[0]])
+    transposed = any(part.dims == TRANSPOSED for m in modules for part in stored[m.weights[0]])
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
 from realhf.ops.activations import activate
 from realhf.ops.moe import (
+    RoutingRule,
     add_loss,
     balance_loss,
     combine,
@@ -35,22 +36,26 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over the last dimension; ``offset`` is added to the weight of an RMS norm."""
+    """A layer norm or RMS norm over the last dimension; ``offset`` is added to the weight of an RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     offset: float
+    is_layer_norm: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
+        if self.is_layer_norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of attention; query, key and value are one matrix. ``qkv_adapter`` and ``o_adapter`` are LoRA's."""
+    """Weights of attention; query, key and value are one matrix. ``qkv_adapter`` and ``o_adapter`` are LoRA's.
+
+    ``sinks`` ``[H]`` are scores of one more key per head, without a value.
+    """
 
     norm: Norm | None
     wqkv: Matrix
@@ -62,6 +67,7 @@ class Attention:
     post_norm: Norm | None
     qkv_adapter: LowRank | None = None
     o_adapter: LowRank | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of routed experts: router ``[E, D]``, up ``[E, 2, wide, D]`` (gate and up), down ``[E, D, wide]``."""
+    """Weights of routed experts: router ``[E, D]``, up ``[E, 2, wide, D]`` (gate and up), down ``[E, D, wide]``.
+
+    ``shared`` is an MLP for all tokens, without norms, whose output ``shared_gate`` ``[1, D]`` scales. Biases are
+    ``[E]``, ``[E, 2, wide]`` and ``[E, D]``.
+    """
 
     norm: Norm | None
     router: Tensor
@@ -89,6 +99,12 @@ class Experts:
     post_norm: Norm | None
     up_adapter: LowRank | None = None
     down_adapter: LowRank | None = None
+    choice_bias: Tensor | None = None
+    shared: Mlp | None = None
+    shared_gate: Tensor | None = None
+    b_router: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
 
     @property
     def up_rows(self) -> Tensor:
@@ -255,23 +271,29 @@ def _experts(
 ) -> tuple[Tensor, Tensor | None]:
     """Route the local tokens, then compute this shard of every expert for all tokens of the group."""
     config, tp_region, router_loss = context.config, context.tp_region, context.router_loss
-    logits = F.linear(inner, experts.router)
+    logits = F.linear(inner, experts.router, experts.b_router)
     replayed = context.routing.replayed(index) if context.routing is not None else None
-    probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts, replayed)
-    chosen = tp_region.all_gather_tokens(chosen)
+    probs, weights, chosen = route(logits, routing_rule(config), experts.choice_bias, replayed)
+    local, chosen = chosen, tp_region.all_gather_tokens(chosen)
     if context.routing is not None:
         context.routing.record(index, chosen)
     by_expert = sort_by_expert(chosen, config.n_experts, experts.are_grouped)
-    tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
+    all_tokens = tp_region.copy_to_tp(inner)
+    tokens = dispatch(all_tokens, by_expert)
 
     def product(x: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
         y = grouped_linear(x, weight, by_expert)
         return y if adapter is None else adapter.add_to_experts(y, x, by_expert)
 
     wide = product(tokens, experts.up_rows, experts.up_adapter)
+    if experts.b_up is not None:
+        wide = wide + experts.b_up.flatten(1).index_select(0, chosen.flatten().index_select(0, by_expert.order))
     wide = product(activate(wide, config.activation, config.mlp == "gated"), experts.down, experts.down_adapter)
     partial = combine(wide, tp_region.copy_to_tp(weights), by_expert)
-    after = _add(x, partial, None, experts.post_norm, context)
+    if experts.shared is not None:
+        partial = partial + _shared_expert(experts.shared, experts.shared_gate, inner, all_tokens, context)
+    bias = None if experts.b_down is None else _weighted_rows(experts.b_down, weights, local)
+    after = _add(x, partial, bias, experts.post_norm, context)
     if router_loss is None:
         return after, None
     balance = balance_loss(probs, chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
@@ -279,6 +301,29 @@ def _experts(
     # this layer's share of the mean over routed layers and over all tokens of the step
     loss = (config.balance_loss * balance + config.z_loss * z) * (router_loss.weight / len(config.routed_layers))
     return add_loss(after, loss), torch.stack((balance, z)).detach()
+
+
+def _weighted_rows(matrix: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of ``weights`` ``[t, k]`` times the ``rows`` ``[t, k]`` of a matrix ``[E, D]``: ``[t, D]``."""
+    chosen = matrix.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    return torch.bmm(weights.unsqueeze(1), chosen).squeeze(1)
+
+
+@lru_cache(maxsize=64)
+def routing_rule(config: ModelConfig) -> RoutingRule:
+    is_sigmoid = config.expert_scores == "sigmoid"
+    return RoutingRule(
+        config.experts_per_token, config.renormalise_experts, is_sigmoid, config.expert_groups, config.expert_scale
+    )
+
+
+def _shared_expert(mlp: Mlp, gate: Tensor | None, inner: Tensor, all_tokens: Tensor, context: ForwardContext) -> Tensor:
+    """Return this shard's part of the shared expert for ``all_tokens``; ``inner`` are the local ones."""
+    wide = activate(linear(all_tokens, mlp.up, mlp.b_up, None, None), context.config.activation, gated=True)
+    partial = linear(wide, mlp.down, None, None, None)
+    if gate is None:
+        return partial
+    return partial * context.tp_region.copy_to_tp(F.linear(inner, gate).sigmoid())
 
 
 def _add_product(
@@ -291,7 +336,7 @@ def _add_product(
     adapter: LowRank | None,
 ) -> Tensor:
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
-    if context.tp_region.group.size > 1 or post_norm is not None:
+    if context.tp_region.group.size > 1 or post_norm is not None or context.config.residual_scale != 1:
         return _add(x, linear(inner, weight, None, adapter, context.dropout), bias, post_norm, context)
     if bias is None and isinstance(weight, Tensor):
         x = torch.addmm(x, inner, weight.t())  # with the residual addition
@@ -304,4 +349,4 @@ def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None
     output = context.tp_region.reduce_from_tp(partial)
     if bias is not None:
         output = output + bias
-    return x + _normalise(post_norm, output)
+    return torch.add(x, _normalise(post_norm, output), alpha=context.config.residual_scale)

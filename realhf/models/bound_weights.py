@@ -36,7 +36,10 @@ class BoundWeights:
 
     def norm(self, name: str) -> Norm | None:
         weight, bias = (self.optional(f"{name}.{part}") for part in ("weight", "bias"))
-        return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm_offset)
+        if weight is None:
+            return None
+        config = self.config
+        return Norm(weight, bias, config.norm_eps, config.norm_offset, config.norm == "layer")
 
     def adapter(self, *names: str) -> LowRank | None:
         """Return the adapter of the product with these weights, None without one."""
@@ -70,14 +73,35 @@ class BoundWeights:
             post_norm=norm("attn_post_norm"),
             qkv_adapter=adapter("wq", "wk", "wv"),
             o_adapter=adapter("wo"),
+            sinks=optional("sinks"),
         )
-        pre_norm, post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        router = optional("router")
-        if router is not None:
-            up, down = (self.leaf(f"{prefix}experts.{name}") for name in ("up", "down"))
-            adapters = adapter("experts.up"), adapter("experts.down")
-            return Block(attention, Experts(pre_norm, router, up, down, post_norm, *adapters))
+        pre_norm = attention.norm if self.config.shared_norm else norm("mlp_norm")
+        post_norm = norm("mlp_post_norm")
+        if optional("router") is not None:
+            return Block(attention, self._experts(prefix, pre_norm, post_norm))
         parts = ("gate", "up") if self.config.mlp == "gated" else ("up",)
         bias, b_down = optional(*(f"b_{part}" for part in parts)), optional("b_down")
         adapters = adapter(*parts), adapter("down")
         return Block(attention, Mlp(pre_norm, matrix(*parts), bias, matrix("down"), b_down, post_norm, *adapters))
+
+    def _experts(self, prefix: str, norm: Norm | None, post_norm: Norm | None) -> Experts:
+        optional = lambda name: self.optional(prefix + name)
+        shared = None
+        if self.config.shared_intermediate:
+            up, down = self.matrix(f"{prefix}shared.gate", f"{prefix}shared.up"), self.matrix(f"{prefix}shared.down")
+            shared = Mlp(None, up, None, down, None, None)
+        return Experts(
+            norm=norm,
+            router=self.leaf(f"{prefix}router"),
+            up=self.leaf(f"{prefix}experts.up"),
+            down=self.leaf(f"{prefix}experts.down"),
+            post_norm=post_norm,
+            up_adapter=self.adapter(f"{prefix}experts.up"),
+            down_adapter=self.adapter(f"{prefix}experts.down"),
+            choice_bias=optional("choice_bias"),
+            shared=shared,
+            shared_gate=optional("shared_gate"),
+            b_router=optional("b_router"),
+            b_up=optional("experts.b_up"),
+            b_down=optional("experts.b_down"),
+        )

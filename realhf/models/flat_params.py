@@ -44,12 +44,12 @@ class FlatParams:
         assert len(local) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in local})}"
         self._entries: dict[str, _Entry] = {}
         self.n_matrix = end = 0
-        for spec in sorted(local, key=lambda spec: (len(spec.shape) < 2, spec.layer)):
+        for spec in sorted(local, key=lambda spec: (not spec.is_matrix, spec.layer)):
             box = boxes[spec.name]
             assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
             self._entries[spec.name] = _Entry(spec, box, end, end + box_numel(box))
             end = self._entries[spec.name].stop
-            if len(spec.shape) >= 2:
+            if spec.is_matrix:
                 self.n_matrix = end
         self.end = end
         numel = -(-end // pad_to) * pad_to

@@ -17,6 +17,7 @@ from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import LowRank
 from realhf.models.quantized_matrix import Matrix, QuantizedMatrix
+from realhf.models.stage_rotary import StageRotary
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams
@@ -38,6 +39,7 @@ class FusedBlocks:
     n_heads: int
     weights: tuple[Tensor, ...]
     rules: tuple[ScoreParams, ...]
+    rotary: StageRotary
     adapters: dict[int, LowRank] = field(default_factory=dict)
     """The LoRA adapters of some weights, by their indices, which ``tiled`` merges."""
 
@@ -47,25 +49,31 @@ class FusedBlocks:
         return replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in merged), adapters={})
 
     def __call__(
-        self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
+        self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: list[Tensor]
     ) -> Tensor:
         """Return the hidden states ``[S, D]`` after all blocks, and after the final norm on the last stage.
 
-        ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles`` as returned by
-        ``Rotary.table``. Intermediate values are float32 for any type of x.
+        ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles`` are
+        ``StageRotary.tables``. Intermediate values are float32 for any type of x.
         """
         config, rule = self.config, self.rules[0]
         kernel = extension.required("decode_blocks", x.device.type)
         return kernel(
-            x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
-            self.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
-            config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
-            rule.softcap,
+            x, self.weights, cache.k, cache.v, positions, prefixes, angles, self.rotary.table_of,
+            [rule.window for rule in self.rules], self.n_heads, config.intermediate, ACTIVATION_IDS[config.activation],
+            config.mlp == "gated", config.parallel_residual, config.norm == "layer", config.norm_eps,
+            config.norm_offset, config.residual_scale, rule.scale_for(config.head_dim), rule.softcap,
+            *config.query_growth,
         )  # fmt: skip
 
 
 def fuse_blocks(
-    config: ModelConfig, n_heads: int, blocks: Sequence[Block], final_norm: Norm | None, rules: tuple[ScoreParams, ...]
+    config: ModelConfig,
+    n_heads: int,
+    blocks: Sequence[Block],
+    final_norm: Norm | None,
+    rules: tuple[ScoreParams, ...],
+    rotary: StageRotary,
 ) -> FusedBlocks | None:
     """Return the blocks for the fused kernel; None without a kernel for this model and device.
 
@@ -85,7 +93,7 @@ def fuse_blocks(
     weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]
     none = first.new_empty(0)
     tensors = tuple(none if w is None else w.detach() for w in weights if not isinstance(w, QuantizedMatrix))
-    return FusedBlocks(config, n_heads, tensors, rules, adapters)
+    return FusedBlocks(config, n_heads, tensors, rules, rotary, adapters)
 
 
 def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, box_shape, intersect, relative, whole
 from realhf.arch.families import FAMILIES
-from realhf.arch.families.base import HfTensor
+from realhf.arch.families.common.base import HfTensor
 from realhf.arch.param_specs import param_specs
 from realhf.base.seeds import stable_seed
 from realhf.models.flat_params import FlatParams
@@ -77,24 +78,50 @@ class _SafetensorsFolder(ExitStack):
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """Where a slice of one of our parameters is stored: its box ``at`` is ``box`` of the tensor ``name``."""
+    """Where a slice of one of our parameters is stored: its box ``at`` is ``box`` of the tensor ``name``.
+
+    ``dims``, ``step`` and ``step_dim`` are those of ``HfTensor``.
+    """
 
     name: str
     at: Box
     box: Box
-    transpose: bool
+    dims: tuple[int, ...]
+    step: int = 1
+    step_dim: int = 0
 
     @staticmethod
     def of(tensor: HfTensor, shape: tuple[int, ...]) -> "StoredSlice":
-        box = tensor.box or whole(shape[::-1] if tensor.transpose else shape)
-        return StoredSlice(tensor.name, tensor.at or whole(shape), box, tensor.transpose)
+        n_dims = len(shape) if tensor.box is None else len(tensor.box)
+        dims = tensor.dims or tuple(range(len(shape) - n_dims, len(shape)))
+        box = tensor.box or tuple((0, shape[dim]) for dim in dims)
+        return StoredSlice(tensor.name, tensor.at or whole(shape), box, dims, tensor.step, tensor.step_dim)
 
     def stored(self, ours: Box) -> tuple[slice, ...]:
         """Translate a box inside ``at`` to the coordinates of the stored tensor."""
-        inner = [(start - base, stop - base) for (start, stop), (base, _) in zip(ours, self.at, strict=True)]
-        inner = inner[len(inner) - len(self.box) :]
-        pairs = zip(inner[::-1] if self.transpose else inner, self.box, strict=True)
-        return tuple(slice(start + base, stop + base) for (start, stop), (base, _) in pairs)
+        spans = []
+        for number, (dim, (base, _)) in enumerate(zip(self.dims, self.box, strict=True)):
+            start, stop = (edge - self.at[dim][0] for edge in ours[dim])
+            step = self.step if number == self.step_dim else 1
+            spans.append(slice(base + start * step, base + (stop - 1) * step + 1, step))
+        return tuple(spans)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Our dimensions, first those that the stored tensor lacks, then in the order of its own."""
+        return (*(dim for dim in range(len(self.at)) if dim not in self.dims), *self.dims)
+
+    @property
+    def is_permuted(self) -> bool:
+        return list(self.order) != sorted(self.order)
+
+    def from_stored(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return a stored slice as ours, of this ``shape``."""
+        return value.permute(sorted(range(value.dim()), key=lambda n: self.dims[n])).reshape(shape)
+
+    def to_stored(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return a slice of ours as it is stored, of this ``shape``."""
+        return value.permute(self.order).reshape(shape)
 
 
 StoredSlices = dict[str, tuple[StoredSlice, ...]]
@@ -136,9 +163,13 @@ def load_hf(
         names = _stored_names(source, set(shapes), family.base_prefix)
         needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
         heads = tuple(prefix for head, prefixes in HEADS.items() if head != config.head for prefix in prefixes)
-        _check_names(
-            source, names, needed, lambda name: name == copy or name.startswith(heads) or name.endswith(family.ignored)
-        )
+        extra = re.compile(rf"({re.escape(family.base_prefix)})?layers\.(\d+)\.")
+
+        def is_ignorable(name: str) -> bool:
+            is_extra = family.extra_layers and (found := extra.match(name)) and int(found[2]) >= config.n_layers
+            return bool(is_extra) or name == copy or name.startswith(heads) or name.endswith(family.ignored)
+
+        _check_names(source, names, needed, is_ignorable)
         for name in params.names:
             if name not in slices or slices[name][0].name not in names:
                 _init_parameter(config, params, name, seed)
@@ -147,10 +178,16 @@ def load_hf(
                 if (ours := intersect(part.at, params.box(name))) is None:
                     continue
                 box, shape = part.stored(ours), shapes[part.name]
-                value = source.slice(names[part.name], shape)[box]
+                value = _read(source.slice(names[part.name], shape), box)
                 if name == "embed.weight" and copy in source.names:
                     _check_tied(source, names[part.name], value, copy, source.slice(copy, shape)[box])
-                params.write(name, ours, (value.t() if part.transpose else value).reshape(box_shape(ours)))
+                params.write(name, ours, part.from_stored(value, box_shape(ours)))
+
+
+def _read(handle: Any, box: tuple[slice, ...]) -> Tensor:
+    """Return a box of a lazy handle, which has no steps."""
+    value: Tensor = handle[tuple(slice(span.start, span.stop) for span in box)]
+    return value[tuple(slice(None, None, span.step) for span in box)]
 
 
 def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> dict[str, str]:
@@ -190,7 +227,7 @@ def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
 
 def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
     spec, box = params.spec(name), params.box(name)
-    if len(spec.shape) < 2:
+    if not spec.is_matrix:
         neutral = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
         params.write(name, box, torch.full((), neutral))
         return
@@ -267,7 +304,7 @@ def _whole_tensors(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterat
             if part.name not in partial:
                 partial[part.name] = torch.empty(shapes[part.name], dtype=value.dtype)
             target = partial[part.name][part.stored(part.at)]
-            target.copy_(value.t() if part.transpose else value.reshape(target.shape))
+            target.copy_(part.to_stored(value, target.shape))
             missing[part.name] -= value.numel()
             if not missing[part.name]:
                 yield part.name, partial.pop(part.name)

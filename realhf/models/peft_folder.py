@@ -56,8 +56,8 @@ def save_peft(
         tensors[f"{key}.lora_A.weight"] = a
         tensors[f"{key}.lora_B.weight"] = b = a.new_empty(sum(map(len, bs)), a.shape[0])
         for weight, ours in zip(module.weights, bs, strict=True):
-            for at, rows in _rows(stored, weight):
-                b[slice(*rows)] = ours[slice(*at)]
+            for part in stored[weight]:
+                b[slice(*_rows(part), part.step)] = ours[slice(*part.at[0])]
     if "head.weight" in own:
         tensors[head_key(config)] = own["head.weight"]
     with replaced_folder(folder, tokenizer_folder) as new:
@@ -73,19 +73,18 @@ def peft_slices(config: ModelConfig) -> StoredSlices:
     slices: StoredSlices = {}
     for module in lora_modules(config):
         name, shape = f"{adapter_key(module)}.lora_{{}}.weight", whole(shapes[module.a])
-        slices[module.a] = (StoredSlice(name.format("A"), shape, shape, transpose=False),)
+        slices[module.a] = (StoredSlice(name.format("A"), shape, shape, (0, 1)),)
         for b in module.weights:
             slices[b_name(b)] = tuple(
-                StoredSlice(name.format("B"), (at, shape[0]), (rows, shape[0]), transpose=False)
-                for at, rows in _rows(stored, b)
+                StoredSlice(name.format("B"), (part.at[0], shape[0]), (_rows(part), shape[0]), (0, 1), part.step)
+                for part in stored[b]
             )
     return slices
 
 
-def _rows(stored: StoredSlices, weight: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the rows of our weight, and the rows of the module's weight ``[out, in]`` that store them."""
-    for part in stored[weight]:
-        yield part.at[0], part.box[1] if part.transpose else part.box[0]
+def _rows(part: StoredSlice) -> tuple[int, int]:
+    """Return the rows of the module's weight ``[out, in]`` that store a slice of ours."""
+    return part.box[part.dims.index(0)]
 
 
 def load_peft(folder: Path, config: ModelConfig, params: FlatParams) -> None:
@@ -116,8 +115,8 @@ def _read_adapters(file: Any, config: ModelConfig, params: FlatParams) -> None:
             continue
         write(module.a, a)
         for weight in module.weights:
-            for at, rows in _rows(stored, weight):
-                write(b_name(weight), b[slice(*rows)], (at, (0, b.shape[1])))
+            for part in stored[weight]:
+                write(b_name(weight), b[slice(*_rows(part), part.step)], (part.at[0], (0, b.shape[1])))
     if config.head == "scalar":
         write("head.weight", file.get_tensor(head_key(config)).float())
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,13 @@ from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, til
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
+from realhf.models.stage_rotary import Rotation, StageRotary
 from realhf.models.token_head import TokenHead
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard
-from realhf.ops.norms import Rotary, rotate
 from realhf.ops.rows import RowLayout, on_device
 from realhf.ops.varlen import CachedRows, VarlenKernel
 
@@ -82,10 +82,7 @@ class Transformer:
         self._score_rules = tuple(
             ScoreParams(config.attention_scale, config.sliding_window(i), config.attention_softcap) for i in self.layers
         )
-        self._rotary = None
-        if not config.learned_positions:
-            rotary_dims, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
-            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, self.device, config.max_row_len)
+        self.rotary = StageRotary(config, self.layers, self.device)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
@@ -125,6 +122,8 @@ class Transformer:
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
+        if self.config.attention_sinks:
+            return None
         rules = (rule.rule for rule in self._score_rules)
         return varlen.kernel_for(self.device, self.dtype, self.config.head_dim, rules, decoding=True)
 
@@ -135,7 +134,8 @@ class Transformer:
         final_norm = bound.norm("final_norm")
         head = bound.leaf(self._head_name) if self.is_last else None
         is_whole = self.tp.size == 1 and (self.memory is None or self.memory.weights is None)
-        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if is_whole else None
+        scoring = self._score_rules, self.rotary
+        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, *scoring) if is_whole else None
         return _Weights(embed, bound.optional("embed.positions"), blocks, final_norm, head, fused)
 
     def _make_vocab_shard(self) -> VocabShard:
@@ -180,7 +180,8 @@ class Transformer:
         row that is longer than the learned positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
-        angles, indices = self.rotary_table(layout.longest), None
+        rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
+        blocks = self.weights.blocks
         routing: Routing | None = None
         if experts is not None:
             routing = self._routers.replay(experts, self.tp_region(len(tokens)).local_tokens)
@@ -193,11 +194,10 @@ class Transformer:
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and indices is not None:
                 _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
-                if angles is not None:
-                    k = rotate(k, angles, layout.positions, partial(layout.rotation, angles, k.dtype))
-                cache.write(layer, indices, k, v)
-            rule = self._score_rules[layer]
-            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, rule, prefixes, angles, layout)
+                cache.write(layer, indices, rotation(layer, k), v)
+            qkv, rule, angles = rotation.grow(qkv, self.n_q), self._score_rules[layer], rotation.tables[layer]
+            sinks = blocks[layer].attention.sinks
+            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, rule, prefixes, angles, layout, sinks)
 
         has_router_loss = token_weight and self.config.n_experts
         router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
@@ -252,24 +252,18 @@ class Transformer:
         x = self._embed(tokens, positions, longest) if x is None else x
         if (blocks := self.weights.fused) is not None:
             assert not isinstance(prefixes, SharedPrefixes)
-            return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary_table(longest))
+            x = (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary.tables(longest))
+            return self._for_head(x)
         slots = torch.arange(count, device=tokens.device)
         indices = cache.indices(slots, positions)
         kernel = self._cache_kernel() if cache.by_token else None
         cached_rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
-        angles = self.rotary_table(longest)
-
-        @lru_cache(maxsize=1)
-        def angle_rows() -> Tensor:
-            assert self._rotary is not None
-            return self._rotary.rows(positions, longest, cache.k.dtype)
+        rotation, stored = self.rotary.rotation(positions, longest), self.weights.blocks
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
-            qk = qk if angles is None else rotate(qk, angles, positions, angle_rows)
-            q, k = qk.split((self.n_q, self.n_kv), 1)
+            q, k, v = self._rotated(layer, qkv, rotation)
             cache.write(layer, indices, k, v)
             rule = self._score_rules[layer]
             if cached_rows is not None:
@@ -279,7 +273,7 @@ class Transformer:
                     return prefixes.attend(cached_rows.kernel, q, keys, values, used, longest, scale, rule.softcap)
                 return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.rule)
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
-            return decode_attention(q, keys, values, biases[rule.window], rule)
+            return decode_attention(q, keys, values, biases[rule.window], rule, stored[layer].attention.sinks)
 
         return self._run(x, count, attend, routing=self._routers.recording(cache.experts, slots, positions))
 
@@ -291,26 +285,26 @@ class Transformer:
         stop = start + len(tokens)
         positions = torch.arange(start, stop, device=tokens.device)
         slots = torch.full_like(positions, slot)
-        angles, indices = self.rotary_table(stop), cache.indices(slots, positions)
+        rotation, indices = self.rotary.rotation(positions, stop), cache.indices(slots, positions)
+        blocks = self.weights.blocks
         x = self._embed(tokens, positions, stop) if x is None else x
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
-            if angles is not None and (rotary := self._rotary) is not None:
-                qk = rotate(qk, angles, positions, lambda: rotary.rows(positions, stop, qkv.dtype))
-            q, k = qk.split((self.n_q, self.n_kv), 1)
+            q, k, v = self._rotated(layer, qkv, rotation)
             cache.write(layer, indices, k, v)
             keys, values = cache.first(layer, slot, stop)
-            return attend_to_prefix(q, keys, values, self._score_rules[layer])
+            return attend_to_prefix(q, keys, values, self._score_rules[layer], blocks[layer].attention.sinks)
 
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def _memory_of(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.forward(layer)
 
-    def rotary_table(self, longest: int) -> Tensor | None:
-        """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
-        return None if self._rotary is None else self._rotary.table(longest)
+    def _rotated(self, layer: int, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries and keys, and values, of one of the stage's blocks."""
+        qk, v = rotation.grow(qkv, self.n_q).split((self.n_q + self.n_kv, self.n_kv), 1)
+        q, k = rotation(layer, qk).split((self.n_q, self.n_kv), 1)
+        return q, k, v
 
     def _run(
         self,
@@ -341,7 +335,12 @@ class Transformer:
             x.register_hook(partial(self.on_backward, self.layers[-1] + 1))
         if self.memory is not None:
             self.memory.enter_head()
-        return x if weights.final_norm is None else weights.final_norm(x)
+        return x if weights.final_norm is None else self._for_head(weights.final_norm(x))
+
+    def _for_head(self, hidden: Tensor) -> Tensor:
+        """Scale final hidden states instead of logits, which are more."""
+        scales = self.is_last and self.config.head == "lm" and self.config.logit_scale != 1
+        return hidden * self.config.logit_scale if scales else hidden
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(len(tokens))
@@ -355,6 +354,8 @@ class Transformer:
             x = tp_region.reduce_from_tp(look_up(local, weights.embed) * is_local[:, None])
         if self.config.scaled_embedding:
             x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # rounded as in transformers
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         if weights.positions is not None:
             if longest > len(weights.positions):
                 raise ValueError(f"a row has {longest} tokens; this model has {len(weights.positions)} positions")

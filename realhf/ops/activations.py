@@ -25,6 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+CLAMPED_SWIGLU, CLAMP = "clamped_swiglu", 7.0
+"""Of gpt-oss: both inputs are limited, and one is added to the second."""
 ACTIVATION_IDS = {name: number for number, name in enumerate(KERNEL_ACTIVATIONS)}
 
 
@@ -47,6 +49,9 @@ def activate_reference(x: Tensor, activation: str, gated: bool) -> Tensor:
     if not gated:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, -1)
+    if activation == CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return ACTIVATIONS["quick_gelu"](gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from realhf.api.machine import GROUPED_CAPABILITIES
 
+TINY = 1e-20
+"""Added to sums of sigmoids, which may be zero."""
+
 
 @dataclass(frozen=True)
 class ExpertOrder:
@@ -25,22 +28,59 @@ class ExpertOrder:
     ends: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a token's ``top_k`` experts and their weights follow from the logits of a router.
+
+    Scores are the softmax or, with ``sigmoid``, the sigmoid of logits. ``groups``: experts are in so many groups of
+    adjacent ones, of which a token uses some, those with the largest sums of their two best scores (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). ``renormalise``: weights sum to 1 (Mixtral, arXiv 2401.04088, section 2.1), times
+    ``scale``.
+    """
+
+    top_k: int
+    renormalise: bool
+    sigmoid: bool = False
+    groups: tuple[int, int] = (1, 1)
+    scale: float = 1.0
+
+    def choose(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the experts of every token, ``[T, k]``; ``bias`` ``[E]`` is added to scores (2412.19437, eq. 16)."""
+        scores = scores.detach() if bias is None else scores.detach() + bias.detach()
+        n_groups, n_used = self.groups
+        if n_used < n_groups:
+            grouped = scores.unflatten(-1, (n_groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1).topk(n_used, -1, sorted=False).indices
+            is_used = torch.zeros(*scores.shape[:-1], n_groups, dtype=torch.bool, device=scores.device)
+            is_used.scatter_(-1, best, True)
+            scores = grouped.masked_fill(~is_used[..., None], float("-inf")).flatten(-2)
+        return scores.topk(self.top_k, -1).indices
+
+
 def route(
-    logits: Tensor, top_k: int, renormalise: bool, replayed: Tensor | None = None
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities ``[T, E]`` (float32), weights and experts (``[T, k]``) of a router's ``[T, E]`` logits.
 
-    Each token goes to its ``top_k`` most probable experts; ``renormalise``: weights sum to 1 (arXiv 2401.04088, 2.1).
-    With ``replayed`` ``[T, k]`` it goes to these instead, with weights of its own probabilities (arXiv 2510.11370); a
-    token whose experts are not known has the number E.
+    Probabilities of sigmoid scores are their shares of the token's sum. With ``replayed`` ``[T, k]`` a token goes to
+    these experts instead of those that the rule chooses, with weights of its own scores (arXiv 2510.11370); a token
+    whose experts are not known has the number E.
     """
-    probs = logits.softmax(-1, dtype=torch.float32)
-    weights, experts = probs.topk(top_k, -1)
+    scores = logits.float().sigmoid() if rule.sigmoid else logits.softmax(-1, dtype=torch.float32)
+    if bias is None and rule.groups == (1, 1):
+        weights, experts = scores.topk(rule.top_k, -1)
+    else:
+        experts = rule.choose(scores, bias)
+        weights = scores.gather(-1, experts)
     if replayed is not None:
-        experts = torch.where(replayed < probs.shape[1], replayed.to(torch.int64), experts)
-        weights = probs.gather(-1, experts)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+        experts = torch.where(replayed < scores.shape[1], replayed.to(torch.int64), experts)
+        weights = scores.gather(-1, experts)
+    if rule.renormalise:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + TINY if rule.sigmoid else total)
+    if rule.scale != 1:
+        weights = weights * rule.scale
+    probs = scores / (scores.sum(-1, keepdim=True) + TINY) if rule.sigmoid else scores
     return probs, weights.to(logits.dtype), experts
 
 

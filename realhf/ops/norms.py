@@ -98,10 +98,6 @@ class Rotary:
         self._scale = scaling.get("attention_factor", 1.0)
         self._tables = torch.empty(2, 0, head_dim, device=device)
 
-    def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-        """Return cosines and signed sines, ``[2, T, 1, head_dim]``, of ``positions`` below ``longest``."""
-        return self.table(longest)[:, positions].to(dtype).unsqueeze(2)
-
     def table(self, longest: int) -> Tensor:
         """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``.
 

@@ -41,7 +41,37 @@ QWEN3_MOE = replace(
     dense_layers=(1,), renormalise_experts=False, balance_loss=0.001,
 )  # fmt: skip
 OLMO2 = replace(LLAMA, family="olmo2", norm_placement="post", qk_norm="full")
-ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2)
+ALTERNATING = (16, 16, 0)
+YARN = (
+    ("rope_type", "yarn"), ("original_max_position_embeddings", 16), ("factor", 4.0), ("beta_fast", 32.0),
+    ("beta_slow", 1.0), ("truncate", False), ("attention_factor", 1.5),
+)  # fmt: skip
+SIGMOID = {"expert_scores": "sigmoid", "choice_bias": True, "expert_groups": (3, 2), "expert_scale": 2.5,
+           "shared_intermediate": 48}  # fmt: skip
+OTHERS = (
+    replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=YARN, windowed_rotary_base=1e4),
+    replace(GEMMA2, family="gemma3_text", qk_norm="head", sliding_windows=ALTERNATING, windowed_rotary_base=100.0,
+            attention_softcap=0.0),
+    replace(LLAMA, family="phi3", rotary_dims=2),
+    replace(LLAMA, family="glm", rotary_dims=2, qkv_bias=True),
+    replace(LLAMA, family="glm4", rotary_dims=2, norm_placement="sandwich"),
+    replace(LLAMA, family="granite", embedding_scale=12.0, attention_scale=0.1, residual_scale=0.2, logit_scale=0.125),
+    replace(LLAMA, family="cohere2", norm="layer", norm_bias=False, shared_norm=True, parallel_residual=True,
+            sliding_windows=ALTERNATING, unrotated_layers=(2,), logit_scale=0.25, tied_embedding=True),
+    replace(LLAMA, family="smollm3", unrotated_layers=(1,), tied_embedding=True),
+    replace(LLAMA, family="seed_oss", qkv_bias=True, proj_bias=True, mlp_bias=True),
+    replace(LLAMA, family="ministral", sliding_windows=ALTERNATING),
+    replace(LLAMA, family="ministral3", query_growth=(0.1, 16), rotary_scaling=YARN),
+    replace(LLAMA, family="qwen2_moe", qkv_bias=True, n_experts=6, experts_per_token=2, expert_intermediate=24,
+            shared_intermediate=36, shared_gate=True, dense_layers=(0,)),
+    replace(LLAMA, family="olmoe", qk_norm="full", n_experts=6, experts_per_token=2, expert_intermediate=60),
+    replace(LLAMA, family="glm4_moe", qk_norm="head", rotary_dims=2, n_experts=6, experts_per_token=2,
+            expert_intermediate=24, dense_layers=(0,), **SIGMOID),
+    replace(LLAMA, family="gpt_oss", activation="clamped_swiglu", attention_sinks=True, expert_bias=True, n_experts=6,
+            experts_per_token=2, expert_intermediate=60, sliding_windows=ALTERNATING, qkv_bias=True, proj_bias=True,
+            rotary_scaling=YARN),
+)  # fmt: skip
+ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2, *OTHERS)
 CONFIGS = [c for one in ALL for c in (one, replace(one, head="scalar"))]
 
 
@@ -72,7 +102,7 @@ def test_every_parameter_has_a_hugging_face_tensor(config: ModelConfig) -> None:
 def test_configurations_round_trip(config: ModelConfig) -> None:
     family = FAMILIES[config.family]
     config = replace(config, bos_token_id=1, eos_token_ids=(2, 3), pad_token_id=0)
-    config = replace(config, padding_row=None if config.norm == "layer" else 0)
+    config = replace(config, padding_row=None if config.family in ("gpt2", "gpt_neox") else 0)
     untied = config.head == "scalar"
     back = family.config_from_hf(json.loads(json.dumps(family.config_to_hf(config))), untied)
     assert back == replace(config, tied_embedding=config.tied_embedding and not untied)

@@ -29,8 +29,8 @@ def deeper(folder: Path, n_layers: int, target: Path) -> Path:
     """Write the configuration of a folder's model with another number of layers."""
     config = json.loads((folder / "config.json").read_text())
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = n_layers
-    if "layer_types" in config:
-        config["layer_types"] = (config["layer_types"] * n_layers)[:n_layers]
+    for key in {"layer_types", "no_rope_layers"} & config.keys():
+        config[key] = (config[key] * n_layers)[:n_layers]
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config))
     return target

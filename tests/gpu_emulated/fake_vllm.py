@@ -58,6 +58,9 @@ class FakeModel:
     def named_modules(self) -> list[tuple[str, Any]]:
         return []
 
+    def modules(self) -> list[Any]:
+        return []
+
     def parameters(self) -> list[Tensor]:
         assert self.is_awake, "the weights are used while the engine sleeps"
         return list(self.weights.values())

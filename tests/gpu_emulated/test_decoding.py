@@ -121,7 +121,7 @@ def test_kept_graphs_give_the_results_of_new_ones(
 
 def test_a_longer_rotary_table_does_not_break_kept_graphs(gpu: NativeEngine, cuda: FakeCuda) -> None:
     expected = tokens_of(gpu)
-    gpu.model.rotary_table(1000)
+    gpu.model.rotary.tables(1000)
     n_captures = cuda.count("graph capture")
     assert torch.equal(tokens_of(gpu), expected) and cuda.count("graph capture") == n_captures
 

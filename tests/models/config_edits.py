@@ -9,9 +9,21 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_
 EXPERTS = {"num_experts_per_tok": 2}
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "mistral": {}, "olmo2": {}, "gpt_neox": {}, "gpt2": {},
+    "seed_oss": {}, "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+                                "embedding_multiplier": 2.0},
+    "phi3": {"partial_rotary_factor": 0.5}, "glm": {"head_dim": 16}, "glm4": {"head_dim": 16},
+    "cohere2": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "smollm3": {"no_rope_layer_interval": 2}, "ministral": {"head_dim": 16, "sliding_window": 5},
+    "ministral3": {"head_dim": 16},
+    "olmo3": {"sliding_window": 5},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5, "sliding_window_pattern": 2},
     "qwen3": {"head_dim": 16},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    "olmoe": {**EXPERTS, "num_experts": 4},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16},
+    "gpt_oss": {**EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 5},
     "mixtral": {**EXPERTS, "num_local_experts": 4},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
 }  # fmt: skip
@@ -21,7 +33,27 @@ ACTIVATIONS = (
     "laplace", "gelu_python", "prelu", "unknown",
 )  # fmt: skip
 FLAGS = (True, True, False, None, 1)
-DELETE = object()
+OF_FEW_FAMILIES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), (0.5, 2, 1, 0, -1.0)),
+    **dict.fromkeys(("logits_scaling", "logit_scale"), (0.25, 2.0, 0)),
+    "attention_out_bias": FLAGS,
+    "shared_expert_intermediate_size": (16, 40),
+    "n_routed_experts": (2, 6),
+    "n_shared_experts": (1, 2, 0),
+    "n_group": (1, 2, 3),
+    "topk_group": (1, 2),
+    "routed_scaling_factor": (1.0, 2.5),
+    "first_k_dense_replace": (0, 1, 2, 3),
+    "use_qk_norm": FLAGS,
+    "clip_qkv": (None, 1.0),
+    "swiglu_limit": (7.0, 5.0),
+    "no_rope_layers": ([1, 0], [0, 0], [1, 1, 0], [1], [1, 2], None),
+    "no_rope_layer_interval": (1, 2, 3, 0),
+    "sliding_window_pattern": (1, 2, 3),
+    "rope_local_base_freq": (100.0, 5e3),
+    "use_cache": (True, False),
+}
+"""Values of fields that one or two families read."""
 
 
 def base_config(family: str, rng: random.Random) -> dict[str, Any]:
@@ -31,7 +63,11 @@ def base_config(family: str, rng: random.Random) -> dict[str, Any]:
     config = {"model_type": family, **SIZES, **TOKENS, "max_position_embeddings": 32, **OWN[family]}
     if family != "gpt_neox":
         config["num_key_value_heads"] = rng.choice((1, 2, 4))
-    if family not in ("gpt_neox", "qwen3", "gemma", "gemma2") and rng.random() < 0.5:
+    if (
+        "head_dim" not in config
+        and family not in ("gpt_neox", "cohere2", "phi3", "granite", "olmoe")
+        and rng.random() < 0.5
+    ):
         config["head_dim"] = 16
     return config
 
@@ -112,9 +148,8 @@ def edits(rng: random.Random) -> dict[str, Any]:
         "hidden_size": (48, 30),
         "n_embd": (48,),
         "output_router_logits": (True,),
-        "use_cache": (True, False),
     }
-    return {key: rng.choice(values) for key, values in choices.items()}
+    return {key: rng.choice(values) for key, values in (choices | OF_FEW_FAMILIES).items()}
 
 
 def edited_config(family: str, known: list[str], rng: random.Random) -> tuple[dict[str, Any], list[str]]:

@@ -121,5 +121,5 @@ def outcomes(family: str, seeds: range, tmp_path: Path) -> Counter:
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_random_configuration_is_computed_or_refused(family: str, tmp_path: Path) -> None:
-    counts = outcomes(family, range(examples(4)), tmp_path)
+    counts = outcomes(family, range(examples(6)), tmp_path)
     assert counts["computed"]

@@ -35,6 +35,14 @@ CONFIGS = {
                       attention_scale=0.3, sliding_windows=(0, 7, 0)),
     "gpt2": replace(LLAMA, **LAYER_NORMS, activation="gelu_tanh", learned_positions=True),
     "gpt_neox": replace(LLAMA, **LAYER_NORMS, activation="gelu", parallel_residual=True, rotary_dims=8),
+    "gemma3": replace(LLAMA, norm_offset=1.0, norm_placement="sandwich", qk_norm="head", sliding_windows=(7, 0, 7),
+                      windowed_rotary_base=100.0, rotary_scaling=(("rope_type", "linear"), ("factor", 4.0))),
+    "granite": replace(LLAMA, residual_scale=0.4, attention_scale=0.3, embedding_scale=2.0, logit_scale=0.5,
+                       mlp_bias=True),
+    "cohere2": replace(LLAMA, norm="layer", norm_bias=False, shared_norm=True, parallel_residual=True,
+                       sliding_windows=(5, 5, 0), unrotated_layers=(2,), logit_scale=0.4),
+    "smollm3": replace(LLAMA, unrotated_layers=(0, 2)),
+    "ministral3": replace(LLAMA, query_growth=(0.5, 16)),
 }  # fmt: skip
 N_SLOTS, CACHED = 24, (1, 6, 2, 30, 17, 64, 5, 0, 9, 33, 12, 3, 8, 1, 21)
 
@@ -242,10 +250,10 @@ def test_empty_batches_and_positions_beyond_the_cache() -> None:
 def test_the_kernel_passes_opcheck() -> None:
     model = model_of(replace(LLAMA, n_layers=1))
     cache, fused = filled(model), model.weights.fused
-    assert fused is not None and model._rotary is not None
+    assert fused is not None
     given = (
         torch.randn(5, 64), list(fused.tiled().weights), cache.k, cache.v, torch.arange(5), None,
-        model._rotary.table(96), [0], 4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
+        model.rotary.tables(96), [0], [0], 4, 112, 0, True, False, False, 1e-6, 0.0, 1.0, 0.25, 0.0, 0.0, 0,
     )  # fmt: skip
     found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)
     assert set(found.values()) == {"SUCCESS"}, found

@@ -26,6 +26,8 @@ from tests.models.tiny_models import hf_model as hugging_face
 from tests.models.tiny_models import load_model as load
 
 TOKENS = torch.arange(4, 16)
+WITHOUT_CLASSIFIER = ("granite", "cohere2", "olmoe", "glm4_moe")
+"""Families for which transformers has no class with a scalar head."""
 
 
 def boxes(config: ModelConfig, tp: int = 1, rank: int = 0) -> dict[str, tuple]:
@@ -66,6 +68,9 @@ def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> No
     critic = load(tmp_path / "in", scalar_head=True, seed=5)
     assert critic.params.view("head.weight").std() > 0
     save_hf(tmp_path / "out", critic.config, critic.params.view, None)
+    assert torch.equal(load(tmp_path / "out", scalar_head=True).params.data, critic.params.data)
+    if critic.config.family in WITHOUT_CLASSIFIER:
+        return
     back, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     with torch.no_grad():
@@ -73,7 +78,6 @@ def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> No
         values = critic.values(critic.hidden(TOKENS, [12]), 12)
     assert scores.shape == (1, 1)
     assert torch.allclose(scores[0, 0], values[-1], atol=1e-4)
-    assert torch.equal(load(tmp_path / "out", scalar_head=True).params.data, critic.params.data)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.sharding import LAYOUTS, LENGTHS, TEMPERATURE, InitialModel, Results, batch_of, collect
-from tests.models.tiny_models import ONE_OF_EACH, hf_model
+from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*ONE_OF_EACH, "llama_tied", "qwen3_moe_some")
 CRITICS = ("llama critic", "gpt2 critic", "gemma2 critic", "qwen3_moe critic", "olmo2 critic")
-ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_some", "qwen3_moe critic")
+ROUTED = (*(name for name in ACTORS if name in WITH_EXPERTS), "qwen3_moe_some", "qwen3_moe critic")
 MODELS = ACTORS + CRITICS
 OTHERS = tuple(name for name in LAYOUTS if name != "whole")
 ON_EIGHT = tuple(name for name in LAYOUTS if len(LAYOUTS[name].layout.mesh.ranks) == 8)

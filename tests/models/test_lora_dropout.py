@@ -23,11 +23,11 @@ from realhf.models.transformer import Transformer
 from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
 from tests.models.test_low_rank import gradients_as_files, theirs_with, with_adapters
 from tests.models.test_transformer import LENGTHS, tokens
-from tests.models.tiny_models import ONE_OF_EACH, hf_model
+from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
 
 CPU = torch.device("cpu")
 RATE = 0.3
-DENSE = tuple(name for name in ONE_OF_EACH if name not in ("mixtral", "qwen3_moe"))
+DENSE = tuple(name for name in ONE_OF_EACH if name not in WITH_EXPERTS)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from realhf.models.low_rank import stacked
 from realhf.models.peft_folder import load_peft, merged_parameter, peft_slices, save_peft
 from realhf.models.transformer import Transformer
 from tests.models.test_transformer import LENGTHS, loss_and_gradient, their_logits, their_logprobs, tokens
-from tests.models.tiny_models import MODELS, ONE_OF_EACH, hf_model, whole_params
+from tests.models.tiny_models import MODELS, ONE_OF_EACH, WITH_EXPERTS, hf_model, whole_params
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
 RANK, ALPHA = 4, 6.0
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_some")
+ROUTED = (*(name for name in WITH_EXPERTS if name != "gpt_oss"), "qwen3_moe_some")
 
 
 def with_adapters(folder: Path, scalar: bool = False, targets: tuple[str, ...] = ()) -> Transformer:

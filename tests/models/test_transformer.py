@@ -11,7 +11,7 @@ from realhf.api.config import Recompute
 from realhf.arch.hf_config import read_hf_config
 from realhf.models.hf_folder import init_random, load_hf
 from realhf.models.transformer import Transformer
-from realhf.ops.moe import balance_loss, route
+from realhf.ops.moe import RoutingRule, balance_loss, route
 from tests.models.tiny_models import MODELS, VOCAB, both_models, whole_params
 from tests.models.tiny_models import hf_model as hugging_face
 
@@ -130,7 +130,7 @@ def test_the_balance_loss_of_one_row_and_layer_equals_transformers() -> None:
     row = tokens()[: LENGTHS[0]]
     result = theirs(row[None], output_router_logits=True)
     logits = result.router_logits[0]
-    probs, _, experts = route(logits, 2, True)
+    probs, _, experts = route(logits, RoutingRule(2, True))
     ours = balance_loss(probs, experts, torch.zeros(len(row), dtype=torch.int64), 1, slice(0, len(row)))
     expected = load_balancing_loss_func((logits,), 5, 2)
     assert torch.allclose(ours / len(row), expected)

@@ -1,10 +1,14 @@
 """Tiny random Hugging Face models of every family, with the options of released models."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -56,6 +60,35 @@ WINDOW = 4
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
 PARTIAL = {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.25}
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": WINDOW,
+                    "layer_types": ["sliding_attention", "full_attention"], "rope_local_base_freq": 100.0},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.5}},
+    "glm": {"head_dim": 12, "rope_parameters": PARTIAL | {"partial_rotary_factor": 0.5}},
+    "glm4": {"head_dim": 12, "rope_parameters": PARTIAL | {"partial_rotary_factor": 0.5}},
+    "granite": {"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+                "logits_scaling": 3.0},
+    "cohere2": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.4},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "seed_oss": {"head_dim": 12, "attention_out_bias": True},
+    "ministral": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"], "head_dim": 12},
+    "ministral3": {"head_dim": 12, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "qwen2_moe": {**MOE, **BALANCE, "shared_expert_intermediate_size": 20},
+    "olmoe": {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, **BALANCE},
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+                 "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 1.5, "n_group": 3,
+                 "topk_group": 2},
+    "gpt_oss": {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12,
+                "sliding_window": WINDOW, "rope_parameters": YARN | {"truncate": False}, **BALANCE},
+}  # fmt: skip
+"""Fields of further families, whose names are their ``model_type``."""
+
+
+def of_config(model_type: str, **own: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | own))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
@@ -82,6 +115,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**{**SIZES, "intermediate_size": 52}, **BALANCE, num_local_experts=5, sliding_window=WINDOW)
     ),
+    **{name: partial(of_config, name, **own) for name, own in OTHERS.items()},
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
     "olmo2_bias": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, norm_topk_prob=True)),
@@ -99,8 +133,20 @@ GROUPED: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Models whose rows, also those of two shards, are whole groups of 4 weights, for quantization."""
 ONE_OF_EACH = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "olmo2"
-)  # fmt: skip
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen3_moe",
+    "olmo2",
+    *OTHERS,
+)
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss")
 
 
 def hf_model(name: str) -> PreTrainedModel:

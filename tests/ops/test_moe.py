@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from realhf.ops.moe import (
     ExpertOrder,
+    RoutingRule,
     add_loss,
     balance_loss,
     combine,
@@ -96,12 +97,12 @@ def test_only_required_gradients_are_computed() -> None:
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_the_most_probable_experts_are_taken(renormalise: bool) -> None:
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.1, 0.3], [0.4, 0.3, 0.2, 0.1]]))
-    probs, weights, experts = route(logits, 2, renormalise)
+    probs, weights, experts = route(logits, RoutingRule(2, renormalise))
     assert torch.allclose(probs, logits.exp())
     assert experts.tolist() == [[1, 3], [0, 1]]
     expected = torch.tensor([[0.5, 0.3], [0.4, 0.3]])
     assert torch.allclose(weights, expected / expected.sum(-1, keepdim=True) if renormalise else expected)
-    assert route(logits.bfloat16(), 2, renormalise)[1].dtype == torch.bfloat16
+    assert route(logits.bfloat16(), RoutingRule(2, renormalise))[1].dtype == torch.bfloat16
 
 
 def definition(probs: torch.Tensor, experts: torch.Tensor) -> float:

@@ -10,6 +10,10 @@ from realhf.ops import extension
 from realhf.ops.norms import Rotary, rms_norm, rotary_frequencies, rotate, rotate_reference
 
 
+def rows_of(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
+    return rotary.table(int(positions.max()) + 1)[:, positions].unsqueeze(2)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm_and_its_gradients(offset: float) -> None:
     torch.manual_seed(0)
@@ -39,7 +43,7 @@ def test_an_offset_keeps_the_bits_of_a_sixteen_bit_weight() -> None:
 
 def test_a_part_of_each_head_turns() -> None:
     x, rotary = torch.randn(3, 2, 8), Rotary(4, 100.0, {}, "cpu")
-    angles = rotary.rows(torch.arange(3), 3, torch.float32)
+    angles = rows_of(rotary, torch.arange(3))
     rope = rotate_reference(x, *angles)
     assert torch.equal(rope[..., 4:], x[..., 4:])
     assert torch.equal(rope[..., :4], rotate_reference(x[..., :4], *angles))
@@ -55,7 +59,7 @@ def test_the_kernel_rotates_like_the_reference(dtype: torch.dtype, rotary_dim: i
     positions, table = torch.arange(40, device="cuda") % 9, rotary.table(9)
     found, exact = qkv.to(dtype).requires_grad_(), qkv.to(dtype).double().requires_grad_()
     out = rotate(found[:, :5], table, positions, lambda: pytest.fail("the kernel is not used"))
-    expected = rotate_reference(exact[:, :5], *rotary.rows(positions, 9, torch.float64))
+    expected = rotate_reference(exact[:, :5], *rows_of(rotary, positions).double())
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
@@ -67,7 +71,7 @@ def test_the_kernel_rotates_like_the_reference(dtype: torch.dtype, rotary_dim: i
 def test_rotation_turns_pairs_by_position_and_keeps_relative_products() -> None:
     rotary = Rotary(4, 100.0, {}, "cpu")
     q, k = torch.randn(2, 1, 1, 4)
-    cos, sin = rotary.rows(torch.tensor([2, 5, 9, 12]), 13, torch.float32)
+    cos, sin = rows_of(rotary, torch.tensor([2, 5, 9, 12]))
     turned_q, turned_k = (rotate_reference(x.expand(4, 1, 4), cos, sin)[:, 0] for x in (q, k))
     assert turned_q[1] @ turned_k[0] == pytest.approx(float(turned_q[3] @ turned_k[2]), abs=1e-5)
     first = torch.view_as_complex(torch.stack(q[0, 0].chunk(2), -1)) * torch.polar(
@@ -78,9 +82,9 @@ def test_rotation_turns_pairs_by_position_and_keeps_relative_products() -> None:
 
 def test_the_table_grows_and_its_old_rows_stay() -> None:
     rotary = Rotary(8, 10000.0, {}, "cpu")
-    before = rotary.rows(torch.arange(3), 3, torch.float32)
-    rotary.rows(torch.tensor([100]), 101, torch.float32)
-    after = rotary.rows(torch.arange(3), 3, torch.float32)
+    before = rows_of(rotary, torch.arange(3))
+    rows_of(rotary, torch.tensor([100]))
+    after = rows_of(rotary, torch.arange(3))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

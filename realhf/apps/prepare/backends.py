@@ -14,16 +14,31 @@ from realhf.api.config.choices import Backend, Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph
+from realhf.api.model_config import ModelConfig
 
 IMPORT_TIMEOUT_S = 60.0
+NOT_RELOADED = ("gpt_oss",)
+"""Families whose loader in vLLM 0.32 cannot be used a second time."""
 MIN_TORCHAO = 0, 13
 
 
-def vllm_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: GenerationConfig | None) -> list[str]:
+def vllm_problems(
+    config: ExperimentConfig,
+    plan: ExecutionPlan,
+    sampling: GenerationConfig | None,
+    graph: Graph,
+    models: Mapping[str, ModelConfig],
+) -> list[str]:
     """Return reasons why calls with ``backend=vllm`` cannot run on this machine."""
-    if all(placement.backend is Backend.native for placement in plan.placements.values()):
+    served = [name for name, placement in plan.placements.items() if placement.backend is Backend.vllm]
+    if not served:
         return []
     problems = []
+    for name in served:
+        model = models.get(graph[name].role or "")
+        if model is not None and model.family in NOT_RELOADED:
+            problems.append(f"{name}.backend=vllm: vLLM does not replace the weights of {model.family} models; "
+                            f"set {name}.backend=native")  # fmt: skip
     python = config.vllm.python or sys.executable
     truncates = sampling and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0)
     if sampling and truncates and sampling.temperature not in (0.0, 1.0):

@@ -145,8 +145,8 @@ def _check(
         findings.invalid += trainer_problems(graph, roles, device, launching)
         findings.invalid += evaluation_problems(graph, experiment)
         findings.invalid += push_problems(experiment, graph) + quantization_problems(roles) if launching else []
-    if plan and launching:
-        findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
+    if plan and graph and launching:
+        findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options(), graph, known)
     if rows is not None and held_out is not None:
         findings.invalid += size_problems(experiment, rows, held_out, models) + empty_sources(experiment, rows.sizes)
     if device:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, fields, llama
-from realhf.arch.families.base import Family, HfTensor, HfTensors
-from realhf.arch.families.rotary import parameters, rotary, rotary_to_hf
+from realhf.arch.families import llama
+from realhf.arch.families.common import base, fields
+from realhf.arch.families.common.base import TRANSPOSED, Family, HfTensor, HfTensors
+from realhf.arch.families.common.rotary import partial_rotary, partial_rotary_to_hf
 
 GPT2_KEYS = {"n_layers": "n_layer", "hidden": "n_embd", "n_heads": "n_head", "vocab": "vocab_size"}
 NEOX_KEYS = {ours: theirs for ours, theirs in llama.KEYS.items() if ours != "intermediate"}
@@ -69,9 +70,6 @@ def _neox_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     max_positions = fields.whole_number(hf, "max_position_embeddings", 2048)
     old_base, old_share = fields.number(hf, "rotary_emb_base", 1e4), fields.number(hf, "rotary_pct", 0.25)
     fields.require(hf, rope_theta=old_base, partial_rotary_factor=old_share)  # versions differ in which they read
-    share = fields.number(parameters(hf), "partial_rotary_factor", old_share)
-    if not (rotary_dims := int(sizes["head_dim"] * share)):
-        raise ValueError(f"no dimension of a head with {sizes['head_dim']} is rotary, the fraction is {share}")
     return _config(
         "gpt_neox",
         sizes,
@@ -81,22 +79,19 @@ def _neox_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         norm_eps=fields.number(hf, "layer_norm_eps", 1e-5, minimum=0),
         activation=base.activation(hf, "hidden_act", "gelu"),
         parallel_residual=fields.flag(hf, "use_parallel_residual", True),
-        rotary_dims=rotary_dims,
-        **rotary(hf, max_positions, old_base, share),
+        **partial_rotary(hf, max_positions, sizes["head_dim"], old_share, old_base),
     )
 
 
 def _neox_to_hf(config: ModelConfig) -> dict[str, Any]:
-    rotary_fields = rotary_to_hf(config)
-    share = (config.rotary_dims or config.head_dim) / config.head_dim
-    rotary_fields["rope_parameters"]["partial_rotary_factor"] = share
+    rotary_fields = partial_rotary_to_hf(config)
     return base.sizes_to_hf(config, NEOX_KEYS) | {
         "intermediate_size": config.intermediate,
         "max_position_embeddings": config.max_positions,
         "layer_norm_eps": config.norm_eps,
         "hidden_act": base.activation_to_hf(config),
         "use_parallel_residual": config.parallel_residual,
-        "rotary_pct": share,
+        "rotary_pct": rotary_fields.pop("partial_rotary_factor"),
         "rotary_emb_base": config.rotary_base,
         "attention_bias": config.qkv_bias,
         **rotary_fields,
@@ -107,7 +102,8 @@ def _modules(names: Sequence[str], transpose: bool = False) -> HfTensors:
     """Return weight and bias of the modules for ``NORMS`` and ``MATRICES``."""
     tensors: HfTensors = {}
     for (weight, bias), name in zip(NORMS + MATRICES, names, strict=True):
-        tensors[weight] = (HfTensor(f"{name}.weight", transpose=transpose and (weight, bias) in MATRICES),)
+        dims = TRANSPOSED if transpose and (weight, bias) in MATRICES else None
+        tensors[weight] = (HfTensor(f"{name}.weight", dims=dims),)
         tensors[bias] = (HfTensor(f"{name}.bias"),)
     return tensors
 
@@ -117,7 +113,7 @@ def _gpt2_tensors(config: ModelConfig) -> HfTensors:
     tensors, hidden = _modules(GPT2_MODULES, transpose=True), config.hidden
     for third, part in enumerate("qkv"):
         columns = (third * hidden, (third + 1) * hidden)
-        tensors[f"w{part}"] = (HfTensor("attn.c_attn.weight", transpose=True, box=((0, hidden), columns)),)
+        tensors[f"w{part}"] = (HfTensor("attn.c_attn.weight", dims=TRANSPOSED, box=((0, hidden), columns)),)
         tensors[f"b{part}"] = (HfTensor("attn.c_attn.bias", box=(columns,)),)
     return base.model_tensors(config, GPT2_OUTER_NAMES, "lm_head.weight", "transformer.h.", lambda layer: tensors)
 

@@ -1,13 +1,14 @@
-"""Llama, whose names and sizes most families share. OLMo 2: Llama with norms on outputs and whole projections."""
+"""Llama, whose names and sizes most families share."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, fields
-from realhf.arch.families.base import Family, HfTensors
-from realhf.arch.families.rotary import rotary, rotary_to_hf
+from realhf.api.param_box import Box
+from realhf.arch.families.common import base, fields
+from realhf.arch.families.common.base import Family, HfTensor, HfTensors
+from realhf.arch.families.common.rotary import rotary, rotary_to_hf
 
 KEYS = {
     "n_layers": "num_hidden_layers",
@@ -18,10 +19,6 @@ KEYS = {
 }
 OUTER_NAMES = {"embed.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
 NORM_NAMES = {"attn_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
-OLMO2_NORM_NAMES = {
-    "attn_post_norm.weight": "post_attention_layernorm.weight",
-    "mlp_post_norm.weight": "post_feedforward_layernorm.weight",
-}
 ATTENTION_NAMES = {f"w{part}": f"self_attn.{part}_proj.weight" for part in "qkvo"}
 QKV_BIAS_NAMES = {f"b{part}": f"self_attn.{part}_proj.bias" for part in "qkv"}
 PROJ_BIAS_NAMES = {"bo": "self_attn.o_proj.bias"}
@@ -40,11 +37,14 @@ def config_from_hf(
     norm_eps: float = 1e-6,
     rotary_base: float = 10000.0,
     tied: bool = False,
+    norm_eps_key: str = "rms_norm_eps",
+    read_rotary: Callable[[int, int], dict[str, Any]] | None = None,
     **own: Any,
 ) -> ModelConfig:
     """Read what Llama and the families derived from it share, with the family's defaults; ``own`` are its own fields.
 
-    Without ``n_kv_heads`` there are as many as query heads.
+    Without ``n_kv_heads`` there are as many as query heads. ``read_rotary`` takes the number of positions and the size
+    of a head, for a family with more rotary fields than a base and a scaling.
     """
     if head_dim is not None or hf.get("head_dim") is not None:
         head_dim = fields.whole_number(hf, "head_dim", head_dim)
@@ -52,13 +52,16 @@ def config_from_hf(
     max_positions = fields.whole_number(hf, "max_position_embeddings", max_positions)
     if "num_key_value_heads" in hf or n_kv_heads is None:  # null: one for each query head
         n_kv_heads = fields.whole_number(hf, "num_key_value_heads", sizes["n_heads"])
-    fields.require(hf, partial_rotary_factor=1.0)
     shared: dict[str, Any] = {
         "n_kv_heads": n_kv_heads,
         "max_positions": max_positions,
-        "norm_eps": fields.number(hf, "rms_norm_eps", norm_eps, minimum=0),
-        **rotary(hf, max_positions, rotary_base),
+        "norm_eps": fields.number(hf, norm_eps_key, norm_eps, minimum=0),
     }
+    if read_rotary is None:
+        fields.require(hf, partial_rotary_factor=1.0)
+        shared |= rotary(hf, max_positions, rotary_base)
+    else:
+        shared |= read_rotary(max_positions, sizes["head_dim"])
     if "activation" not in own:
         shared["activation"] = base.activation(hf, "hidden_act", "silu")
     if "sliding_windows" not in own:
@@ -93,8 +96,13 @@ def hf_tensors(
     norms: Mapping[str, str] = NORM_NAMES,
     routed_mlp: str = "",
     experts: tuple[str, str, str] = ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    shared: str = "shared_experts",
+    own: HfTensors | None = None,
 ) -> HfTensors:
-    """Return a model's tensors; ``experts`` names gate, up and down of each expert in the module ``routed_mlp``."""
+    """Return a model's tensors; ``experts`` names gate, up and down of each expert in the module ``routed_mlp``.
+
+    ``shared`` names the module of shared experts in it. ``own`` are tensors of a block that are stored in another way.
+    """
     names = {
         **norms,
         **ATTENTION_NAMES,
@@ -105,11 +113,60 @@ def hf_tensors(
 
     def block(layer: int) -> HfTensors:
         if layer not in config.routed_layers:
-            return base.whole_tensors(names | MLP_NAMES | (MLP_BIAS_NAMES if config.mlp_bias else {}))
-        stacks = base.stacked_experts(f"{routed_mlp}.experts.", *experts, config)
-        return stacks | base.whole_tensors(names | {"router": f"{routed_mlp}.gate.weight"})
+            names_of_mlp = MLP_NAMES | (MLP_BIAS_NAMES if config.mlp_bias else {})
+            return base.whole_tensors(names | names_of_mlp) | (own or {})
+        stacks = base.stacked_experts(f"{routed_mlp}.experts.", *experts, config) if routed_mlp else {}
+        return stacks | base.whole_tensors(names | _routed_names(config, routed_mlp, shared)) | (own or {})
 
     return base.model_tensors(config, OUTER_NAMES, "lm_head.weight", "model.layers.", block)
+
+
+def _routed_names(config: ModelConfig, module: str, shared: str) -> dict[str, str]:
+    names = {"router": f"{module}.gate.weight"}
+    if config.choice_bias:
+        names["choice_bias"] = f"{module}.gate.e_score_correction_bias"
+    if config.shared_intermediate:
+        names |= {f"shared.{part}": f"{module}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")}
+    if config.shared_gate:
+        names["shared_gate"] = f"{module}.{shared}_gate.weight"
+    return names
+
+
+def fused_rows(config: ModelConfig, name: str, rows: Mapping[str, int]) -> HfTensors:
+    """Return matrices that are stored as the rows of one tensor, in order; ``rows`` are their numbers of rows."""
+    starts = accumulate(rows.values(), initial=0)
+    columns = (0, config.hidden)
+    return {ours: (HfTensor(name, box=((start, start + n), columns)),)
+            for (ours, n), start in zip(rows.items(), starts, strict=False)}  # fmt: skip
+
+
+def fused_mlp(config: ModelConfig) -> HfTensors:
+    """Return gate and up of a family that stores them as one tensor."""
+    return fused_rows(config, "mlp.gate_up_proj.weight", dict.fromkeys(("gate", "up"), config.intermediate))
+
+
+def interleaved(config: ModelConfig) -> HfTensors:
+    """Return queries and keys of a family that rotates adjacent dimensions of a head; ours are half of them apart."""
+    tensors: HfTensors = {}
+    for part, n_heads in (("q", config.n_heads), ("k", config.n_kv_heads)):
+        name = f"self_attn.{part}_proj"
+        tensors[f"w{part}"] = _even_then_odd(config, f"{name}.weight", n_heads, ((0, config.hidden),))
+        if config.qkv_bias:
+            tensors[f"b{part}"] = _even_then_odd(config, f"{name}.bias", n_heads, ())
+    return tensors
+
+
+def _even_then_odd(config: ModelConfig, name: str, n_heads: int, inner: Box) -> tuple[HfTensor, ...]:
+    size, rotated = config.head_dim, config.rotary_dims or config.head_dim
+    half, parts = rotated // 2, list[HfTensor]()
+    for start in range(0, n_heads * size, size):
+        for odd in (0, 1):
+            ours = (start + odd * half, start + (odd + 1) * half)
+            parts.append(HfTensor(name, box=((start + odd, start + rotated), *inner), at=(ours, *inner), step=2))
+        if rotated < size:
+            rest = ((start + rotated, start + size), *inner)
+            parts.append(HfTensor(name, box=rest, at=rest))
+    return tuple(parts)
 
 
 def _llama_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
@@ -117,16 +174,7 @@ def _llama_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     return config_from_hf(hf, "llama", scalar_head, 2048, **own)
 
 
-def _olmo2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    own: dict[str, Any] = {"norm_placement": "post", "qk_norm": "full", **attention_bias(hf)}
-    return config_from_hf(hf, "olmo2", scalar_head, 2048, norm_eps=1e-5, **own)
-
-
 LLAMA = Family(
     "llama", "Llama", _llama_from_hf,
     lambda config: config_to_hf(config, attention_bias=config.qkv_bias, mlp_bias=config.mlp_bias), hf_tensors,
-)  # fmt: skip
-OLMO2 = Family(
-    "olmo2", "Olmo2", _olmo2_from_hf,
-    lambda config: config_to_hf(config, attention_bias=config.qkv_bias), partial(hf_tensors, norms=OLMO2_NORM_NAMES),
 )  # fmt: skip

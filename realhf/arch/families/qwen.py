@@ -1,12 +1,16 @@
-"""Qwen2, Qwen2.5 and Qwen3: Llama with optional sliding windows. Qwen3-MoE has routed experts in some or all layers."""
+"""Qwen2, Qwen2.5 and Qwen3: Llama with optional sliding windows. Their MoE versions have routed experts in some layers.
+
+Those of Qwen2-MoE are beside a shared one, which is weighted by a gate.
+"""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, fields, llama, mistral
-from realhf.arch.families.base import Family
+from realhf.arch.families import llama, mistral
+from realhf.arch.families.common import base, fields
+from realhf.arch.families.common.base import Family
 
 
 def _sliding_windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, ...]:
@@ -48,9 +52,48 @@ def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.config_to_hf(config, attention_bias=config.qkv_bias, **_sliding_windows_to_hf(config))
 
 
-def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     n_layers, step = fields.whole_number(hf, "num_hidden_layers"), fields.whole_number(hf, "decoder_sparse_step", 1)
     dense = {*fields.token_ids(hf, "mlp_only_layers"), *(i for i in range(n_layers) if (i + 1) % step)}
+    return tuple(sorted(i for i in dense if 0 <= i < n_layers))
+
+
+def _qwen2_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    """Read Qwen2-MoE without windows: versions differ in the layers that have them."""
+    fields.require(hf, use_sliding_window=False)
+    hf.get("sliding_window")  # without effect
+    own: dict[str, Any] = {
+        "qkv_bias": fields.flag(hf, "qkv_bias", True),
+        "n_experts": mistral.n_experts(hf, 60),
+        "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 4),
+        "expert_intermediate": fields.whole_number(hf, "moe_intermediate_size", 1408),
+        "shared_intermediate": fields.whole_number(hf, "shared_expert_intermediate_size", 5632),
+        "shared_gate": True,
+        "dense_layers": _dense_layers(hf),
+        "renormalise_experts": fields.flag(hf, "norm_topk_prob"),
+        "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
+    }
+    return llama.config_from_hf(hf, "qwen2_moe", scalar_head, 32768, 16, **own)
+
+
+def _qwen2_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+    own = {"qkv_bias": config.qkv_bias, "shared_expert_intermediate_size": config.shared_intermediate}
+    return llama.config_to_hf(config) | _routed_to_hf(config) | own
+
+
+def _routed_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts": config.n_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+        "norm_topk_prob": config.renormalise_experts,
+        "router_aux_loss_coef": config.balance_loss,
+    }
+
+
+def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     width = _sliding_window(hf)
     if width:
         fields.require(hf, max_window_layers=0)  # layers without a window, in transformers before 4.52
@@ -60,7 +103,7 @@ def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         "n_experts": mistral.n_experts(hf, 128),
         "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 8),
         "expert_intermediate": fields.whole_number(hf, "moe_intermediate_size", 768),
-        "dense_layers": tuple(sorted(i for i in dense if 0 <= i < n_layers)),
+        "dense_layers": _dense_layers(hf),
         "renormalise_experts": fields.flag(hf, "norm_topk_prob"),
         "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
         **llama.attention_bias(hf),
@@ -73,18 +116,20 @@ def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
         **base.sliding_window_to_hf(config),
         "use_sliding_window": bool(config.sliding_windows),
         "attention_bias": config.qkv_bias,
-        "num_experts": config.n_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_intermediate,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(config.dense_layers),
-        "norm_topk_prob": config.renormalise_experts,
-        "router_aux_loss_coef": config.balance_loss,
+        **_routed_to_hf(config),
     }
 
 
 QWEN2 = Family("qwen2", "Qwen2", _qwen2_from_hf, _qwen2_to_hf, llama.hf_tensors)
 QWEN3 = Family("qwen3", "Qwen3", _qwen3_from_hf, _qwen3_to_hf, llama.hf_tensors)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2Moe",
+    _qwen2_moe_from_hf,
+    _qwen2_moe_to_hf,
+    partial(llama.hf_tensors, routed_mlp="mlp", shared="shared_expert"),
+    unused=frozenset({"max_window_layers"}),
+)
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3Moe",

@@ -49,7 +49,8 @@ class SharedGradients:
         # the scalar head reads all tokens on every rank
         self.replicated = [
             s for s in specs
-            if s.tp_dim is None and strategy.tp > 1 and (is_adapter(s.name) or sequence_parallel and s.shape[0] > 1)
+            if s.tp_dim is None and strategy.tp > 1
+            and (is_adapter(s.name) or sequence_parallel and s.name != "head.weight")
         ]  # fmt: skip
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, intersect
+from realhf.api.param_box import intersect
 from realhf.arch.families import FAMILIES
 from realhf.base.shared_buffer import SharedBuffer, fd_path
 from realhf.comm.process_groups import Group
@@ -24,6 +24,8 @@ BUCKET_BYTES = 512 << 20
 """Weights per request, which limits the memory for tensors that are assembled from several shards."""
 
 Bucket = tuple[dict[str, Any], ...]
+Spans = tuple[tuple[int, int, int | None], ...]
+"""Start, stop and step of a slice in every dimension."""
 Memory = list[dict[str, Any]]
 """By shard of the replica: how vLLM's processes open its memory."""
 
@@ -134,15 +136,16 @@ def _mapped_tensors(
     The shards need no memory. A slice that several shards hold is taken from the first.
     """
     layers = {part.name: shards[0].spec(ours).layer for ours, several in stored.items() for part in several}
-    slices: dict[str, dict[Box, dict[str, Any]]] = {name: {} for name in layers}
+    slices: dict[str, dict[Spans, dict[str, Any]]] = {name: {} for name in layers}
     for number, shard in enumerate(shards):
         for name, part in ((ours, part) for ours in shard.names for part in stored[ours]):
             if (ours := intersect(part.at, shard.box(name))) is None:
                 continue
-            value, box = shard.read(name, ours), tuple((span.start, span.stop) for span in part.stored(ours))
-            assert value.is_contiguous(), f"{part.name} is not contiguous in {name}"
+            spans = ((span.start, span.stop, span.step) for span in part.stored(ours))
+            value, box = shard.read(name, ours), tuple(spans)
             found = {"shard": number, "start": value.storage_offset(), "shape": tuple(value.shape), "box": box}
-            slices[part.name].setdefault(box, {**found, "transpose": part.transpose})
+            found |= {"strides": value.stride(), "order": part.order if part.is_permuted else ()}
+            slices[part.name].setdefault(box, found)
     dtype_name = str(dtype).removeprefix("torch.")
     return [
         (layers[name], {"name": name, "dtype": dtype_name, "shape": shape, "slices": list(slices[name].values())})

@@ -163,7 +163,8 @@ def routed_share(config: ModelConfig) -> float:
 def mlp_width(config: ModelConfig) -> float:
     """Return the mean MLP width that a token passes through."""
     routed = routed_share(config)
-    return (1 - routed) * config.intermediate + routed * config.experts_per_token * config.expert_intermediate
+    of_experts = config.experts_per_token * config.expert_intermediate + config.shared_intermediate
+    return (1 - routed) * config.intermediate + routed * of_experts
 
 
 def touched_experts(config: ModelConfig, tokens: int) -> float:

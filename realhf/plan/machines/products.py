@@ -70,6 +70,11 @@ def block_products(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[flo
             (routed, Product(rows, gates * wide, hidden, n, touched)),
             (routed, Product(rows, hidden, wide, n, touched)),
         ]
+        if shared := config.shared_intermediate / tp:
+            products += [
+                (routed, Product(tokens, gates * shared, hidden)),
+                (routed, Product(tokens, hidden, shared)),
+            ]
     return tuple((per_block, product) for per_block, product in products if per_block)
 
 

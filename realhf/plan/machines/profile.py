@@ -234,6 +234,8 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
              f"-v{config.vocab}-{'bf16' if bf16 else 'fp32'}")  # fmt: skip
     options = {
         "layernorm": config.norm == "layer",
+        "nonormbias": not config.norm_bias,
+        "onenorm": config.shared_norm,
         "plain": config.mlp == "ungated",
         config.activation: config.activation != "silu",
         "parallel": config.parallel_residual,
@@ -244,9 +246,13 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
         "qkvbias": config.qkv_bias,
         "bias": config.proj_bias,
         "learned": config.learned_positions,
+        "norotary": bool(config.unrotated_layers),
+        "residualscale": config.residual_scale != 1,
         "cap": bool(config.attention_softcap or config.logit_softcap),
         f"w{max(config.sliding_windows, default=0)}": any(config.sliding_windows),
         f"e{config.n_experts}k{config.experts_per_token}x{config.expert_intermediate}": bool(config.n_experts),
+        f"s{config.shared_intermediate}": bool(config.shared_intermediate),
+        config.expert_scores: config.expert_scores != "softmax",
     }
     return "-".join([sizes, *(name for name, is_set in options.items() if is_set)])
 

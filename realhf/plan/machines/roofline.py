@@ -241,7 +241,8 @@ class AnalyticMemory:
         """Peak elements per token inside a block when no activations are saved."""
         config = shard.model
         heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        inner = config.intermediate or config.expert_intermediate * config.experts_per_token
+        of_experts = config.expert_intermediate * config.experts_per_token + config.shared_intermediate
+        inner = config.intermediate or of_experts
         width = (2 if config.mlp == "gated" else 1) * inner
         return 3 * config.hidden + max(1.5 * width, 2 * heads) / shard.tp
 
@@ -270,6 +271,7 @@ def saved_activation_numel(
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
     per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
+    per_expert += copies * config.shared_intermediate / tp
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 
 

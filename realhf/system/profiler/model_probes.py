@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,12 +76,23 @@ class ProbeContext:
         return StageShard(config, self.tp, config.n_layers, first, last, self.bf16)
 
 
+class BlockKind(NamedTuple):
+    """What differs between the blocks of a model."""
+
+    window: int
+    is_dense: bool
+    is_unrotated: bool
+
+
 def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, ModelConfig]:
-    """Return language models of about ``few`` and ``many`` blocks: whole periods of window and expert patterns.
+    """Return language models of about ``few`` and ``many`` blocks: whole periods of the kinds of blocks.
 
     Without a periodic pattern, all blocks are of the most frequent kind.
     """
-    kinds = [(config.sliding_window(i), i in config.dense_layers) for i in range(config.n_layers)]
+    kinds = [
+        BlockKind(config.sliding_window(i), i in config.dense_layers, i in config.unrotated_layers)
+        for i in range(config.n_layers)
+    ]
     patterns = (kinds[:n] for n in range(1, len(kinds) // 2 + 1))
     most_frequent = [max(set(kinds), key=kinds.count)]
     pattern = next((p for p in patterns if all(kind == p[i % len(p)] for i, kind in enumerate(kinds))), most_frequent)
@@ -89,13 +101,14 @@ def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfi
     return _of_blocks(config, pattern * small), _of_blocks(config, pattern * large)
 
 
-def _of_blocks(config: ModelConfig, kinds: Sequence[tuple[int, bool]]) -> ModelConfig:
+def _of_blocks(config: ModelConfig, kinds: Sequence[BlockKind]) -> ModelConfig:
     return replace(
         config,
         head="lm",
         n_layers=len(kinds),
-        sliding_windows=tuple(window for window, _ in kinds) if config.sliding_windows else (),
-        dense_layers=tuple(i for i, (_, dense) in enumerate(kinds) if dense),
+        sliding_windows=tuple(kind.window for kind in kinds) if config.sliding_windows else (),
+        dense_layers=tuple(i for i, kind in enumerate(kinds) if kind.is_dense),
+        unrotated_layers=tuple(i for i, kind in enumerate(kinds) if kind.is_unrotated),
     )
 
 

@@ -79,7 +79,7 @@ class DeviceDecoder:
         self.cache, self.device = model.new_cache(n_slots, max_len, records_experts), model.device
         self.state = torch.zeros(7, n_slots, dtype=torch.int64, device=self.device)
         self.weights_version = model.params.n_allocations
-        self._angles = model.rotary_table(max_len)  # graphs read it, and the model may replace it by a longer one
+        self._angles = model.rotary.tables(max_len)  # graphs read them, and the model may replace them by longer ones
         self._captured: dict[Hashable, _CapturedStep] = {}
         is_captured = self.device.type == "cuda" and not model.waits_for_experts
         self._pool = torch.cuda.graph_pool_handle() if is_captured else None

@@ -46,11 +46,15 @@ class WeightReceiver:
 
         The first request of an update has the ``memory``, the last one the ``version``, which is -1 in others.
         """
+        model = self.model_runner.model
+        experts = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
         if memory:
             self.open_trainer_memory(memory)
-        model = self.model_runner.model
+            for layer in experts:
+                if not layer.w13_weight.is_cuda:
+                    layer.quant_method.moe_kernel = None  # vLLM 0.32 packs experts on CPUs for a new kernel only
         with without_adapters(model):
-            if all(weight.numel() for weight in model.parameters()):
+            if not experts and all(weight.numel() for weight in model.parameters()):
                 model.load_weights(assembled(tensors, self.trainer_memory))
             else:  # kernels have packed the matrices: build them again
                 self.model_runner.reload_weights(weights_iterator=assembled(tensors, self.trainer_memory))
@@ -138,20 +142,19 @@ def assembled(tensors: list[dict[str, Any]], memory: tuple[torch.Tensor, ...]) -
     for tensor in tensors:
         dtype, shape, slices = getattr(torch, tensor["dtype"]), tuple(tensor["shape"]), tensor["slices"]
         values = [slice_of(memory[one["shard"]], one, dtype) for one in slices]
-        if len(slices) == 1 and not slices[0]["transpose"] and tuple(slices[0]["shape"]) == shape:
+        if len(slices) == 1 and not slices[0]["order"] and tuple(slices[0]["shape"]) == shape:
             yield tensor["name"], values[0]
             continue
         whole = torch.empty(shape, dtype=dtype, device=values[0].device)
         for one, value in zip(slices, values, strict=True):
             target = whole[tuple(slice(*span) for span in one["box"])]
-            target.copy_((value.t() if one["transpose"] else value).reshape(target.shape))
+            target.copy_((value.permute(one["order"]) if one["order"] else value).reshape(target.shape))
         yield tensor["name"], whole
 
 
 def slice_of(memory: torch.Tensor, where: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
     """Return a view of a slice in the memory of a shard."""
-    shape, start = tuple(where["shape"]), where["start"] * dtype.itemsize
-    return memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return memory.view(dtype)[where["start"] :].as_strided(tuple(where["shape"]), tuple(where["strides"]))
 
 
 def opened(shard: dict[str, Any], rank: int) -> torch.Tensor:
@@ -245,12 +248,8 @@ def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 def adapter_arguments(adapter: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for one adapter at a time."""
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": adapter["max_rank"],
-        "lora_target_modules": adapter["modules"],
-    }
+    limits = {"max_loras": 1, "max_lora_rank": adapter["max_rank"]}
+    return {"enable_lora": True, "lora_target_modules": adapter["modules"], **limits}
 
 
 def check_adapters_are_supported() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import fields
+from realhf.arch.families.common import fields
 
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -19,6 +19,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
              "mscale", "mscale_all_dim"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"),
 }  # fmt: skip
+LONGROPE_NAMES = ("longrope", "su", "yarn")
+"""What Phi-3 calls LongRoPE."""
 KEYS = {
     "rope_type",
     "type",
@@ -28,13 +30,48 @@ KEYS = {
 }
 
 
-def rotary(hf: Mapping[str, Any], max_positions: int, base: float = 10000.0, share: float = 1.0) -> dict[str, Any]:
-    """Return the fields ``rotary_base`` and ``rotary_scaling`` of ``ModelConfig``; ``share`` of a head is rotated.
+def rotary(hf: Mapping[str, Any], max_positions: int, base: float = 10000.0) -> dict[str, Any]:
+    """Return the fields ``rotary_base`` and ``rotary_scaling`` of ``ModelConfig``.
 
     As in transformers 5, ``rope_scaling`` is read instead of ``rope_parameters`` if both are set, and a base in either
     is read instead of that in ``rope_theta``.
     """
-    stored = parameters(hf)
+    return _fields(parameters(hf), hf, max_positions, base)
+
+
+def rotary_by_layer_type(
+    hf: Mapping[str, Any], max_positions: int, base: float, windowed_base: float, windowed_key: str = ""
+) -> dict[str, Any]:
+    """Return the rotary fields of a family whose ``rope_parameters`` are given by layer type.
+
+    ``windowed_key`` is an older field for the base of layers with a window.
+    """
+    by_type = hf.get("rope_parameters") or {}
+    if not isinstance(by_type, dict) or set(by_type) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"field 'rope_parameters' must have full_attention and sliding_attention, "
+                         f"got {fields.shown(by_type)}")  # fmt: skip
+    full, windowed, older = by_type.get("full_attention"), by_type.get("sliding_attention"), hf.get("rope_scaling")
+    for stored in (full, windowed, older):
+        if stored is not None and not isinstance(stored, dict):
+            raise ValueError(f"rotary parameters must be an object, got {fields.shown(stored)}")
+    found = _fields({**(full or {}), **(older or {})}, hf, max_positions, base)
+    local = {windowed_key: hf[windowed_key]} if windowed_key and hf.get(windowed_key) is not None else {}
+    windowed_base = fields.number(local, windowed_key, windowed_base) if local else windowed_base
+    own = _fields(windowed or {}, {}, max_positions, windowed_base)
+    if own["rotary_scaling"]:
+        raise ValueError("rotary scaling of layers with a sliding window is not supported")
+    is_same = own["rotary_base"] == found["rotary_base"] and not found["rotary_scaling"]
+    return {**found, "windowed_rotary_base": 0.0 if is_same else own["rotary_base"]}
+
+
+def _fields(
+    stored: dict[str, Any],
+    hf: Mapping[str, Any],
+    max_positions: int,
+    base: float,
+    share: float = 1.0,
+    original: int = 0,
+) -> dict[str, Any]:
     kind = stored.get("rope_type", stored.get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(f"rotary scaling {fields.shown(kind)} is not supported, known are {', '.join(SCALINGS)}")
@@ -45,8 +82,40 @@ def rotary(hf: Mapping[str, Any], max_positions: int, base: float = 10000.0, sha
         raise ValueError(f"field 'rope_theta' must exceed 1, got {base:g}")
     return {
         "rotary_base": base,
-        "rotary_scaling": _scaling(kind, stored, hf, max_positions),
+        "rotary_scaling": _scaling(kind, stored, hf, max_positions, original),
     }
+
+
+def partial_rotary(
+    hf: Mapping[str, Any],
+    max_positions: int,
+    head_dim: int,
+    default: float,
+    base: float = 10000.0,
+    original: int = 0,
+    longrope_names: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the rotary fields of a family that rotates a share of a head, by ``default`` this one.
+
+    ``longrope_names`` are names of LongRoPE. ``original`` is the default of ``original_max_position_embeddings`` in a
+    family that reads only the field outside of the parameters.
+    """
+    outer = fields.number(hf, "partial_rotary_factor", default)
+    share = fields.number(parameters(hf), "partial_rotary_factor", outer)
+    if not (dims := int(head_dim * share)):
+        raise ValueError(f"no dimension of a head with {head_dim} is rotary, the fraction is {share}")
+    stored = parameters(hf)
+    if stored.get("rope_type", stored.get("type")) in longrope_names:
+        stored = {**stored, "rope_type": "longrope"}
+    found = _fields(stored, hf, max_positions, base, share, original)
+    return {**found, "rotary_dims": 0 if dims == head_dim else dims}
+
+
+def partial_rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
+    share = (config.rotary_dims or config.head_dim) / config.head_dim
+    found = rotary_to_hf(config)
+    found["rope_parameters"]["partial_rotary_factor"] = share
+    return found | {"partial_rotary_factor": share}
 
 
 def parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,16 +127,18 @@ def parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def _scaling(kind: str, stored: dict[str, Any], hf: Mapping[str, Any], max_positions: int) -> tuple[Any, ...]:
+def _scaling(
+    kind: str, stored: dict[str, Any], hf: Mapping[str, Any], max_positions: int, original: int
+) -> tuple[Any, ...]:
     """Return the parameters of a scaling with the defaults of transformers, in the order of ``SCALINGS``."""
     if kind == "default":
         return ()
     values: dict[str, Any] = {"rope_type": kind}
     if "original_max_position_embeddings" in SCALINGS[kind]:
         # a field outside of the parameters is read instead of the one inside
-        where = hf if hf.get("original_max_position_embeddings") is not None else stored
+        where = hf if original or hf.get("original_max_position_embeddings") is not None else stored
         key = "original_max_position_embeddings"
-        values[key] = fields.whole_number(where, key, max_positions)
+        values[key] = fields.whole_number(where, key, original or max_positions)
     if kind == "longrope":
         values |= {key: _numbers(stored, key) for key in ("short_factor", "long_factor")}
     in_context = max_positions / values.get("original_max_position_embeddings", max_positions)
@@ -115,3 +186,9 @@ def rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": scaling if config.rotary_scaling else None,
         "rope_parameters": {"rope_theta": config.rotary_base, **scaling},
     }
+
+
+def rotary_by_layer_type_to_hf(config: ModelConfig) -> dict[str, Any]:
+    windowed = {"rope_type": "default", "rope_theta": config.windowed_rotary_base or config.rotary_base}
+    by_type = {"full_attention": rotary_to_hf(config)["rope_parameters"], "sliding_attention": windowed}
+    return rotary_to_hf(config) | {"rope_parameters": by_type}

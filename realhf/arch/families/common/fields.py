@@ -116,7 +116,9 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, minimu
 
 def optional_number(hf: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive number, ``default`` for an absent field, 0 for a null one (disabled)."""
-    return 0.0 if key in hf and hf[key] is None else number(hf, key, default)
+    if key not in hf:
+        return default
+    return 0.0 if hf[key] is None else number(hf, key)
 
 
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:

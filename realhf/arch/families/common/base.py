@@ -6,7 +6,7 @@ from typing import Any
 
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box
-from realhf.arch.families import fields
+from realhf.arch.families.common import fields
 
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
 SAME_NAME = (
@@ -30,16 +30,20 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class HfTensor:
     """A Hugging Face tensor, or a slice of one, that stores one of our parameters or a slice of it.
 
-    ``box`` is in the stored tensor's coordinates, ``at`` in our parameter's (None: all of it). Leading dimensions of
-    ``at`` that the stored tensor lacks have size 1. ``transpose``: its rows are our columns.
+    ``box`` is in the stored tensor's coordinates, ``at`` in our parameter's (None: all of it). ``dims`` are our
+    dimensions in the order of the stored ones, by default the last ones; others have size 1 in ``at``. Along the stored
+    dimension ``step_dim`` only every ``step``-th element of ``box``, from the first, belongs to the slice.
     """
 
     name: str
-    transpose: bool = False
     box: Box | None = None
     at: Box | None = None
+    dims: tuple[int, ...] | None = None
+    step: int = 1
+    step_dim: int = 0
 
 
+TRANSPOSED = (1, 0)
 HfTensors = dict[str, tuple[HfTensor, ...]]
 """The stored tensors of each of our parameters."""
 
@@ -50,7 +54,8 @@ class Family:
 
     ``base_prefix`` starts every tensor name except the heads' and is absent in folders of a bare base model. Tensors
     whose name ends with one of ``ignored`` are buffers of older versions, not weights. No version of the model class
-    reads the fields ``unused``.
+    reads the fields ``unused``. ``scalar_class`` is the class with a scalar head if its name differs. ``extra_layers``:
+    folders may have layers after the last one that predict further tokens, which are not read.
     """
 
     name: str
@@ -61,10 +66,14 @@ class Family:
     base_prefix: str = "model."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     lm_class: str = "ForCausalLM"
+    scalar_class: str = ""
+    extra_layers: bool = False
     unused: frozenset[str] = frozenset()
 
     def architecture(self, config: ModelConfig) -> str:
-        return self.class_prefix + ("ForSequenceClassification" if config.head == "scalar" else self.lm_class)
+        if config.head == "scalar":
+            return self.scalar_class or f"{self.class_prefix}ForSequenceClassification"
+        return self.class_prefix + self.lm_class
 
 
 def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int:
@@ -85,6 +94,11 @@ def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], b
     if SLIDING in types and not width:
         raise ValueError(f"field 'layer_types' has {SLIDING}, but the model has no sliding window")
     return tuple(width if kind == SLIDING else 0 for kind in types) if SLIDING in types else ()
+
+
+def all_but_every(step: int, hf: Mapping[str, Any], width: int) -> tuple[int, ...]:
+    """Return ``sliding_windows`` of a family whose every ``step``-th layer has none by default."""
+    return sliding_windows(hf, width, lambda layer: (layer + 1) % step != 0)
 
 
 def equal_windows(hf: Mapping[str, Any], width: int = 0) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""What families share: fields of a configuration, rotary parameters, routed experts."""
