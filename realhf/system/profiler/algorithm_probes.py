@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from realhf.algorithms import build_interface
 from realhf.api.batch_meta import RowId
@@ -21,6 +20,9 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import InterfaceContext, Limits, LossFn
 from realhf.system.profiler.probes import Clock, Now, Probe
 from realhf.system.row_store import RowStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
 VERIFIER_BATCHES = ((6, 0), (18, 0), (12, 400), (48, 100))
@@ -151,7 +153,7 @@ def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, lis
     return store, ids
 
 
-def rows_to_verify(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
+def rows_to_verify(rows: int, length: int, tokenizer: "PreTrainedTokenizerFast") -> tuple[RowStore, list[RowId]]:
     store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
     for i, row in enumerate(ids):
         response, solution = RESPONSES[i % len(RESPONSES)]
@@ -165,7 +167,9 @@ def rows_to_verify(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -
     return store, ids
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast  # most workers do without its memory
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_ = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

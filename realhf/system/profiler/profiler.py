@@ -249,10 +249,10 @@ def group_points(
 
 def measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
     clock, points = make_clock(job, 0, 1), Points()
-    algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(job.context(clock, 1))
     trim_heap()
     resident = float(resident_bytes()[1])
+    algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))  # imports transformers
     clock_speed = clock_speed_probe(job.context(clock, 1))
     phases: list[Points] = []
     for model, tp in job.shards():
