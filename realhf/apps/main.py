@@ -18,6 +18,7 @@ COMMANDS = {
     "master": ("RUN_DIR", "run the master for a prepared run directory (used by SLURM)"),
     "plan": ("EXPERIMENT [key=value ...]", "everything except launching: graph, layouts, program"),
     "profile": ("[model=FOLDER,...] [key=value ...]", "profile this machine for predictions"),
+    "model": ("check FOLDER [key=value ...]", "compare a model with transformers: rows, generation, layouts"),
     "verifier": ("serve [key=value ...]", "score math and code answers over HTTP"),
     "demo": ("[--dir DIR]", "train a random model with SFT and PPO on a small arithmetic task"),
     "env": ("", "print versions, devices and extras"),
@@ -25,7 +26,7 @@ COMMANDS = {
 }
 """Arguments and description of every command, which is ``main`` in its module of ``apps/commands``."""
 
-OWN_HELP = ("quickstart", "plan", "profile", "verifier", "report")
+OWN_HELP = ("quickstart", "plan", "profile", "model", "verifier", "report")
 """Commands whose ``main`` answers ``--help``, with their options."""
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 1, 130, 141

@@ -1,0 +1,1 @@
+"""``realhf model check``: a model of a folder against transformers."""
