@@ -30,6 +30,19 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values are products of one vector per token, ``kv_rank`` wide (DeepSeek-V2, arXiv 2405.04434).
+
+    A head of queries and keys has ``head_dim`` dimensions, of which the first ``rotary_dims`` are rotated and, in keys,
+    shared by all heads; one of values has ``value_dim``. Queries are products of a vector of ``q_rank``, 0: of tokens.
+    """
+
+    kv_rank: int
+    value_dim: int
+    q_rank: int = 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str
     n_layers: int
@@ -66,6 +79,7 @@ class ModelConfig:
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
+    latent: Latent | None = None  # latent attention, with as many key as query heads
     attention_sinks: bool = False  # every head has the score of one more key, without a value
     qkv_bias: bool = False
     proj_bias: bool = False  # of the output projection of attention
@@ -119,6 +133,28 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def cache_numel(self) -> int:
+        """Elements per token and block of the KV cache."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.rotary_dims
+        return 2 * self.n_kv_heads * self.head_dim
+
+    @property
+    def attention_numel(self) -> int:
+        """Weights of the products of an attention."""
+        out = self.n_heads * self.value_dim * self.hidden
+        if self.latent is None:
+            return self.hidden * self.head_dim * (self.n_heads + 2 * self.n_kv_heads) + out
+        kv_rank, q_rank = self.latent.kv_rank, self.latent.q_rank
+        queries = self.n_heads * self.head_dim * (q_rank or self.hidden) + q_rank * self.hidden
+        of_values = self.head_dim - self.rotary_dims + self.latent.value_dim
+        return queries + (kv_rank + self.rotary_dims) * self.hidden + self.n_heads * of_values * kv_rank + out
+
+    @property
     def max_row_len(self) -> int:
         """Return the length of the longest row; rotary scaling that depends on a row's length is constant up to it."""
         scaling = dict(self.rotary_scaling)
@@ -128,6 +164,6 @@ class ModelConfig:
     @property
     def is_fusable(self) -> bool:
         """Return True if the fused decoding kernel supports the blocks: dense, sizes in multiples of 16, pre-norms."""
-        has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full"
+        has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full" and self.latent is None
         has_kernel = has_kernel and self.activation in KERNEL_ACTIVATIONS
         return has_kernel and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

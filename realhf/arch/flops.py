@@ -11,12 +11,11 @@ from realhf.api.model_config import ModelConfig
 
 def matrix_params(config: ModelConfig) -> int:
     """Return the number of weights that multiply every token, without the head."""
-    attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     routed = len(config.routed_layers)
     width = (config.n_layers - routed) * config.intermediate
     width += routed * (config.experts_per_token * config.expert_intermediate + config.shared_intermediate)
     mlp = config.hidden * width * (3 if config.mlp == "gated" else 2) + routed * config.hidden * config.n_experts
-    return config.n_layers * attention + mlp
+    return config.n_layers * config.attention_numel + mlp
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int | None = None) -> int:
@@ -24,7 +23,7 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int 
     lengths = list(lengths)
     tokens = sum(lengths)
     pairs = (sum(map(mul, lengths, lengths)) + tokens) // 2
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim * pairs
+    attention = 2 * config.n_layers * config.n_heads * (config.head_dim + config.value_dim) * pairs
     out = config.vocab if config.head == "lm" else 1
     head = 2 * config.hidden * out * (tokens if head_tokens is None else head_tokens)
     return 2 * matrix_params(config) * tokens + attention + head
@@ -60,4 +59,4 @@ def generate_bytes(config: ModelConfig, prompts: Sequence[int], rows: Sequence[i
     seen = sum(step * prompt + step * (step + 1) // 2 for step, prompt in zip(steps, prompts, strict=True))
     n_steps = max(max(steps, default=0), -(-sum(steps) // slots))
     weights = matrix_params(config) + config.hidden * config.vocab
-    return itemsize * (n_steps * weights + seen * 2 * config.n_layers * config.n_kv_heads * config.head_dim)
+    return itemsize * (n_steps * weights + seen * config.n_layers * config.cache_numel)

@@ -13,7 +13,17 @@ from realhf.api.param_box import ParamSpec
 from realhf.arch.families import FAMILIES
 from realhf.arch.param_specs import param_specs
 
-PRODUCTS = (("wq", "wk", "wv"), ("wo",), ("gate", "up"), ("down",), ("experts.up",), ("experts.down",))
+PRODUCTS = (
+    ("q_a",),
+    ("wq", "wk", "wv"),
+    ("kv_a",),
+    ("wkv",),
+    ("wo",),
+    ("gate", "up"),
+    ("down",),
+    ("experts.up",),
+    ("experts.down",),
+)
 """The weights of a block that can have adapters; those of a line are one product."""
 EXPERT_MODULES = {"experts.up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj"}
 """Parameters of all experts, as transformers holds them for every routed family."""

@@ -14,7 +14,8 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, q_norm.weight,
     k_norm.weight, sinks, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_gate, b_up, down, b_down, router,
     b_router, choice_bias, experts.up, experts.down, experts.b_up, experts.b_down, shared.gate, shared.up, shared.down,
-    shared_gate, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``,
+    shared_gate, mlp_post_norm.weight}`` (and ``.bias`` of layer norms; latent attention has ``q_a, q_a_norm.weight,
+    kv_a, kv_a_norm.weight, wkv, b_q_a, b_kv_a`` instead of ``wk, wv`` and their biases), ``final_norm.weight``,
     ``head.weight`` (absent if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are
     adjacent.
     ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
@@ -52,6 +53,36 @@ def _block_specs(config: ModelConfig, index: int) -> list[ParamSpec]:
 
 
 def _attention_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    specs = _latent_specs(config, prefix, layer) if config.latent else _projection_specs(config, prefix, layer)
+    if config.attention_sinks:
+        specs.append(ParamSpec(prefix + "sinks", (config.n_heads,), layer, 0, config.n_heads))
+    specs.append(ParamSpec(prefix + "wo", (config.hidden, config.n_heads * config.value_dim), layer, 1, config.n_heads))
+    if config.proj_bias:
+        specs.append(ParamSpec(prefix + "bo", (config.hidden,), layer))
+    return specs
+
+
+def _latent_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """The products that make latents are replicated, those of heads are sharded."""
+    assert config.latent is not None
+    d, n, latent, rotary = config.hidden, config.n_heads, config.latent, config.rotary_dims
+    specs = []
+    if latent.q_rank:
+        specs += [ParamSpec(prefix + "q_a", (latent.q_rank, d), layer),
+                  ParamSpec(prefix + "q_a_norm.weight", (latent.q_rank,), layer)]  # fmt: skip
+    specs += [
+        ParamSpec(prefix + "wq", (n * config.head_dim, latent.q_rank or d), layer, 0, n),
+        ParamSpec(prefix + "kv_a", (latent.kv_rank + rotary, d), layer),
+        ParamSpec(prefix + "kv_a_norm.weight", (latent.kv_rank,), layer),
+        ParamSpec(prefix + "wkv", (n * (config.head_dim - rotary + latent.value_dim), latent.kv_rank), layer, 0, n),
+    ]
+    if config.qkv_bias:
+        biases = {"b_q_a": latent.q_rank, "b_kv_a": latent.kv_rank + rotary}
+        specs += [ParamSpec(prefix + name, (size,), layer) for name, size in biases.items() if size]
+    return specs
+
+
+def _projection_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     d, head_dim = config.hidden, config.head_dim
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
     specs = [ParamSpec(f"{prefix}w{part}", (n * head_dim, d), layer, 0, n) for part, n in heads.items()]
@@ -61,11 +92,6 @@ def _attention_specs(config: ModelConfig, prefix: str, layer: int) -> list[Param
         specs += [ParamSpec(f"{prefix}{part}_norm.weight", (head_dim,), layer) for part in "qk"]
     elif config.qk_norm == "full":
         specs += [ParamSpec(f"{prefix}{p}_norm.weight", (heads[p] * head_dim,), layer, 0, heads[p]) for p in "qk"]
-    if config.attention_sinks:
-        specs.append(ParamSpec(prefix + "sinks", (config.n_heads,), layer, 0, config.n_heads))
-    specs.append(ParamSpec(prefix + "wo", (d, config.n_heads * head_dim), layer, 1, config.n_heads))
-    if config.proj_bias:
-        specs.append(ParamSpec(prefix + "bo", (d,), layer))
     return specs
 
 

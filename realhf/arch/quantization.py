@@ -43,6 +43,8 @@ def check_quantization(config: ModelConfig) -> None:
     if config.lora is None or not config.lora.bits:
         return
     bits, group = config.lora.bits, config.lora.group_size
+    if config.latent:
+        raise ValueError(f"lora.quantization=int{bits} does not support the latent attention of {config.family} models")
     if config.n_experts:
         raise ValueError(f"lora.quantization=int{bits} does not support the routed experts of {config.family} models")
     if group < 2:

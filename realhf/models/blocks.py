@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.attention.latent_attention import LatentProducts
 from realhf.models.column_parallel import column_parallel
 from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
@@ -30,8 +31,15 @@ from realhf.ops.moe import (
 )
 from realhf.ops.norms import rms_norm
 
-Attend = Callable[[int, Tensor], Tensor]
-"""Maps a block's index in its stage and its unrotated queries, keys and values ``[T, H + 2K, d]`` to ``[T, H, d]``."""
+
+class PassAttention(Protocol):
+    """The attention of a pass (``pass_attention.py``); ``block`` is the index of a block in its stage."""
+
+    def __call__(self, block: int, qkv: Tensor) -> Tensor:
+        """Map unrotated queries, keys and values ``[T, H + 2K, d]`` to ``[T, H, d]``."""
+
+    def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
+        """Map unrotated queries ``[T, H, d]`` and latents ``[T, kv_rank + rotary]`` to ``[T, H, value_dim]``."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of attention; query, key and value are one matrix. ``qkv_adapter`` and ``o_adapter`` are LoRA's.
+    """Weights of attention; query, key and value are one matrix, or ``latent`` has the products that make them.
 
+    ``qkv_adapter`` and ``o_adapter`` are LoRA's.
     ``sinks`` ``[H]`` are scores of one more key per head, without a value.
     """
 
     norm: Norm | None
-    wqkv: Matrix
+    wqkv: Matrix | None
     bqkv: Tensor | None
     q_norm: Norm | None
     k_norm: Norm | None
@@ -68,6 +77,7 @@ class Attention:
     qkv_adapter: LowRank | None = None
     o_adapter: LowRank | None = None
     sinks: Tensor | None = None
+    latent: LatentProducts | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class ForwardContext:
     n_kv: int
     kv_holders: int
     tp_region: TensorParallelRegion
-    attend: Attend
+    attend: PassAttention
     router_loss: RouterLoss | None = None
     routing: Routing | None = None
     dropout: Dropout | None = None
@@ -192,8 +202,13 @@ def _normalise(norm: Norm | None, x: Tensor) -> Tensor:
 
 def _attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
+    if attention.latent is not None:
+        q, latents = attention.latent.project(_normalise(attention.norm, x), config, tp_region, context.dropout)
+        mixed = context.attend.of_latents(index, q, latents).flatten(1, 2)
+        return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
 
     def project(x: Tensor) -> Tensor:
+        assert attention.wqkv is not None
         inner, adapter = _normalise(attention.norm, x), attention.qkv_adapter
         return column_parallel(tp_region, inner, attention.wqkv, attention.bqkv, adapter, context.dropout)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_shape
 from realhf.arch.lora import adapter_of, b_name
+from realhf.models.attention.latent_attention import LatentProducts
 from realhf.models.blocks import Attention, Block, Experts, Mlp, Norm
 from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank, column_keys, stacked
@@ -64,16 +65,17 @@ class BoundWeights:
         norm = lambda name: self.norm(prefix + name)
         attention = Attention(
             norm=norm("attn_norm"),
-            wqkv=matrix("wq", "wk", "wv"),
+            wqkv=None if self.config.latent else matrix("wq", "wk", "wv"),
             bqkv=optional("bq", "bk", "bv"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
             wo=matrix("wo"),
             bo=optional("bo"),
             post_norm=norm("attn_post_norm"),
-            qkv_adapter=adapter("wq", "wk", "wv"),
+            qkv_adapter=None if self.config.latent else adapter("wq", "wk", "wv"),
             o_adapter=adapter("wo"),
             sinks=optional("sinks"),
+            latent=self._latent(prefix) if self.config.latent else None,
         )
         pre_norm = attention.norm if self.config.shared_norm else norm("mlp_norm")
         post_norm = norm("mlp_post_norm")
@@ -83,6 +85,24 @@ class BoundWeights:
         bias, b_down = optional(*(f"b_{part}" for part in parts)), optional("b_down")
         adapters = adapter(*parts), adapter("down")
         return Block(attention, Mlp(pre_norm, matrix(*parts), bias, matrix("down"), b_down, post_norm, *adapters))
+
+    def _latent(self, prefix: str) -> LatentProducts:
+        leaf, optional = lambda name: self.leaf(prefix + name), lambda name: self.optional(prefix + name)
+        adapter = lambda name: self.adapter(prefix + name)
+        return LatentProducts(
+            wq=leaf("wq"),
+            kv_a=leaf("kv_a"),
+            kv_norm=leaf("kv_a_norm.weight"),
+            wkv=leaf("wkv"),
+            q_a=optional("q_a"),
+            q_norm=optional("q_a_norm.weight"),
+            b_q_a=optional("b_q_a"),
+            b_kv_a=optional("b_kv_a"),
+            q_adapter=adapter("wq"),
+            q_a_adapter=adapter("q_a"),
+            kv_a_adapter=adapter("kv_a"),
+            kv_adapter=adapter("wkv"),
+        )
 
     def _experts(self, prefix: str, norm: Norm | None, post_norm: Norm | None) -> Experts:
         optional = lambda name: self.optional(prefix + name)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
+from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import LowRank
 from realhf.models.quantized_matrix import Matrix, QuantizedMatrix
-from realhf.models.stage_rotary import StageRotary
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams
@@ -82,7 +82,7 @@ def fuse_blocks(
     quantization saves.
     """
     first = blocks[0].attention.wqkv
-    if isinstance(first, QuantizedMatrix):
+    if first is None or isinstance(first, QuantizedMatrix):
         return None
     adapters = dict(_adapters(blocks))
     fits_bf16 = first.dtype == torch.bfloat16 and not _has_bf16_instructions() and not adapters

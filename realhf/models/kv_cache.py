@@ -18,6 +18,7 @@ class KVCache:
     Both are slices of one tensor, so that one operation copies both. ``zeroed``: unwritten positions are zero, for
     kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
     attention that reads only the used length. ``experts``: those of the cached tokens, if they are recorded.
+    ``latent``: keys are also the values.
     """
 
     def __init__(
@@ -31,12 +32,13 @@ class KVCache:
         zeroed: bool,
         by_token: bool = False,
         experts: ExpertCache | None = None,
+        latent: bool = False,
     ) -> None:
         self.experts = experts
         new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
-        self.both = new((2, n_layers, n_slots, *inner, head_dim))
-        self.k, self.v = self.both
+        self.both = new((1 if latent else 2, n_layers, n_slots, *inner, head_dim))
+        self.k, self.v = self.both[0], self.both[-1]
         self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
         self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)
 
@@ -55,9 +57,9 @@ class KVCache:
         heads = torch.arange(self._n_heads, device=slots.device)
         return ((slots[:, None] * self._n_heads + heads) * self.max_len + positions[:, None]).view(-1)
 
-    def write(self, layer: int, indices: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store new keys and values, ``[T, K, head_dim]``, of one layer."""
-        for store, new in ((self.k, k), (self.v, v)):
+    def write(self, layer: int, indices: Tensor, *new_ones: Tensor) -> None:
+        """Store new keys and values, ``[T, K, head_dim]`` each, of one layer; a cache of latents has no values."""
+        for store, new in zip(self.both, new_ones, strict=True):
             store[layer].view(-1, self._width).index_copy_(0, indices, new.detach().reshape(-1, self._width))
 
     def first(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +88,7 @@ class KVCache:
     def _copy_by_index(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         if not (n_tokens := sum(stop - start for *_, start, stop in moves)):
             return
-        flat = self.both.view(2 * self.both.shape[1], -1, self._width)
+        flat = self.both.view(len(self.both) * self.both.shape[1], -1, self._width)
         per_copy = max(1, COPY_BYTES * self.n_slots * self.max_len // self.both.nbytes)
         for part in on_device(_tokens_of(moves), self.both.device).split(
             [min(per_copy, n_tokens - first) for first in range(0, n_tokens, per_copy)], 1

@@ -15,18 +15,19 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
-from realhf.models.blocks import Attend, Block, Experts, ForwardContext, Norm, RouterLoss, Routing, run_block
+from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
+from realhf.models.attention.stage_rotary import StageRotary
+from realhf.models.blocks import Block, Experts, ForwardContext, Norm, PassAttention, RouterLoss, Routing, run_block
 from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
-from realhf.models.stage_rotary import Rotation, StageRotary
 from realhf.models.token_head import TokenHead
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
-from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
+from realhf.ops.attention import ScoreParams
 from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard
 from realhf.ops.rows import RowLayout, on_device
@@ -73,7 +74,7 @@ class Transformer:
         assert self.layers, "a stage has at least one layer"
         self._routers = StageRouters(config, self.layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
-        wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wk"))
+        wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wq" if config.latent else "wk"))
         self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
         self._kv_holders = self.base.n_holders(wk, tp.size)
         self._head_name = next((name for some in (params, self.base) for name in some.names if name == "head.weight"),
@@ -115,14 +116,17 @@ class Transformer:
         return TensorParallelRegion(self.tp, n_tokens, sequence, self.tp_overlap)
 
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
-        sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
+        is_latent = self.config.latent is not None
+        heads = (1, self.config.cache_numel) if is_latent else (self.n_kv, self.config.head_dim)
+        sizes = (len(self.layers), *heads, n_slots, max_len)
         by_token = self._cache_kernel() is not None
         experts = self._routers.new_cache(n_slots, max_len, self.device) if records_experts else None
-        return KVCache(*sizes, self.base.data, self.weights.fused is None and not by_token, by_token, experts)
+        zeroed = self.weights.fused is None and not by_token
+        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
-        if self.config.attention_sinks:
+        if self.config.attention_sinks or self.config.latent:
             return None
         rules = (rule.rule for rule in self._score_rules)
         return varlen.kernel_for(self.device, self.dtype, self.config.head_dim, rules, decoding=True)
@@ -181,7 +185,6 @@ class Transformer:
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
         rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
-        blocks = self.weights.blocks
         routing: Routing | None = None
         if experts is not None:
             routing = self._routers.replay(experts, self.tp_region(len(tokens)).local_tokens)
@@ -191,14 +194,7 @@ class Transformer:
             indices = cache.indices(slot_of, layout.positions)
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            if cache is not None and indices is not None:
-                _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
-                cache.write(layer, indices, rotation(layer, k), v)
-            qkv, rule, angles = rotation.grow(qkv, self.n_q), self._score_rules[layer], rotation.tables[layer]
-            sinks = blocks[layer].attention.sinks
-            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, rule, prefixes, angles, layout, sinks)
-
+        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout)
         has_router_loss = token_weight and self.config.n_experts
         router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
         with self._memory_of(EMBEDDING) if x is None else nullcontext():
@@ -254,28 +250,11 @@ class Transformer:
             assert not isinstance(prefixes, SharedPrefixes)
             x = (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary.tables(longest))
             return self._for_head(x)
-        slots = torch.arange(count, device=tokens.device)
-        indices = cache.indices(slots, positions)
         kernel = self._cache_kernel() if cache.by_token else None
-        cached_rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
-        windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
-        biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
-        rotation, stored = self.rotary.rotation(positions, longest), self.weights.blocks
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = self._rotated(layer, qkv, rotation)
-            cache.write(layer, indices, k, v)
-            rule = self._score_rules[layer]
-            if cached_rows is not None:
-                scale = rule.scale_for(self.config.head_dim)
-                if isinstance(prefixes, SharedPrefixes):
-                    keys, values, used = cache.k[layer], cache.v[layer], cached_rows.used
-                    return prefixes.attend(cached_rows.kernel, q, keys, values, used, longest, scale, rule.softcap)
-                return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.rule)
-            keys, values = cache.k[layer, :count], cache.v[layer, :count]
-            return decode_attention(q, keys, values, biases[rule.window], rule, stored[layer].attention.sinks)
-
-        return self._run(x, count, attend, routing=self._routers.recording(cache.experts, slots, positions))
+        rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
+        rotation = self.rotary.rotation(positions, longest)
+        attend = DecodePass(self._attention(), rotation, cache, positions, longest, rows, prefixes)
+        return self._run(x, count, attend, routing=self._routers.recording(cache.experts, attend.slots, positions))
 
     def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run ``tokens`` ``[T]`` of one row, which follow ``start`` cached ones in ``slot``; return ``[T, D]``.
@@ -286,31 +265,21 @@ class Transformer:
         positions = torch.arange(start, stop, device=tokens.device)
         slots = torch.full_like(positions, slot)
         rotation, indices = self.rotary.rotation(positions, stop), cache.indices(slots, positions)
-        blocks = self.weights.blocks
         x = self._embed(tokens, positions, stop) if x is None else x
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            q, k, v = self._rotated(layer, qkv, rotation)
-            cache.write(layer, indices, k, v)
-            keys, values = cache.first(layer, slot, stop)
-            return attend_to_prefix(q, keys, values, self._score_rules[layer], blocks[layer].attention.sinks)
-
+        attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop)
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def _memory_of(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.forward(layer)
 
-    def _rotated(self, layer: int, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, of one of the stage's blocks."""
-        qk, v = rotation.grow(qkv, self.n_q).split((self.n_q + self.n_kv, self.n_kv), 1)
-        q, k = rotation(layer, qk).split((self.n_q, self.n_kv), 1)
-        return q, k, v
+    def _attention(self) -> StageAttention:
+        return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks)
 
     def _run(
         self,
         x: Tensor,
         n_tokens: int,
-        attend: Attend,
+        attend: PassAttention,
         router_loss: RouterLoss | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
         routing: Routing | None = None,

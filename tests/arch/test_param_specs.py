@@ -1,6 +1,7 @@
 """Parameter specs, pipeline stages, and Hugging Face configurations of all families."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.model_config import ModelConfig
+from realhf.api.model_config import Latent, ModelConfig
 from realhf.api.param_box import box_numel, intersect, shard_box
 from realhf.arch.families import FAMILIES
 from realhf.arch.hf_config import read_hf_config
@@ -48,7 +49,14 @@ YARN = (
 )  # fmt: skip
 SIGMOID = {"expert_scores": "sigmoid", "choice_bias": True, "expert_groups": (3, 2), "expert_scale": 2.5,
            "shared_intermediate": 48}  # fmt: skip
+LATENT = replace(
+    LLAMA, n_kv_heads=12, head_dim=10, rotary_dims=4, attention_scale=10**-0.5, latent=Latent(8, 6, 14), n_experts=6,
+    experts_per_token=2, expert_intermediate=24, dense_layers=(0,), **SIGMOID,
+)  # fmt: skip
 OTHERS = (
+    replace(LATENT, family="deepseek_v3"),
+    replace(LATENT, family="kimi_k2", latent=Latent(8, 6), rotary_scaling=YARN,
+            attention_scale=10**-0.5 * (1 + 0.1 * math.log(4.0)) ** 2),
     replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=YARN, windowed_rotary_base=1e4),
     replace(GEMMA2, family="gemma3_text", qk_norm="head", sliding_windows=ALTERNATING, windowed_rotary_base=100.0,
             attention_softcap=0.0),

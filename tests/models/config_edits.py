@@ -23,6 +23,9 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
     "olmoe": {**EXPERTS, "num_experts": 4},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16},
+    "deepseek_v3": {**EXPERTS, "n_routed_experts": 8, "moe_intermediate_size": 16, "kv_lora_rank": 12,
+                    "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_group": 4,
+                    "topk_group": 2, "first_k_dense_replace": 1},
     "gpt_oss": {**EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 5},
     "mixtral": {**EXPERTS, "num_local_experts": 4},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
@@ -32,6 +35,7 @@ ACTIVATIONS = (
     "quick_gelu", "relu", "relu2", "relu6", "leaky_relu", "mish", "hardswish", "sigmoid", "tanh", "gelu_10", "linear",
     "laplace", "gelu_python", "prelu", "unknown",
 )  # fmt: skip
+WITHOUT_HEAD_DIM = ("gpt_neox", "cohere2", "phi3", "granite", "olmoe", "deepseek_v3")
 FLAGS = (True, True, False, None, 1)
 OF_FEW_FAMILIES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), (0.5, 2, 1, 0, -1.0)),
@@ -46,6 +50,12 @@ OF_FEW_FAMILIES: dict[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (0, 1, 2, 3),
     "use_qk_norm": FLAGS,
     "clip_qkv": (None, 1.0),
+    "kv_lora_rank": (8, 16),
+    "q_lora_rank": (None, 12),
+    "qk_rope_head_dim": (4, 16),
+    "qk_nope_head_dim": (4, 16),
+    "v_head_dim": (8, 16, 24),
+    "rope_interleave": (True, False),
     "swiglu_limit": (7.0, 5.0),
     "no_rope_layers": ([1, 0], [0, 0], [1, 1, 0], [1], [1, 2], None),
     "no_rope_layer_interval": (1, 2, 3, 0),
@@ -62,12 +72,8 @@ def base_config(family: str, rng: random.Random) -> dict[str, Any]:
         return {"model_type": family, **GPT2, **TOKENS}
     config = {"model_type": family, **SIZES, **TOKENS, "max_position_embeddings": 32, **OWN[family]}
     if family != "gpt_neox":
-        config["num_key_value_heads"] = rng.choice((1, 2, 4))
-    if (
-        "head_dim" not in config
-        and family not in ("gpt_neox", "cohere2", "phi3", "granite", "olmoe")
-        and rng.random() < 0.5
-    ):
+        config["num_key_value_heads"] = 4 if family == "deepseek_v3" else rng.choice((1, 2, 4))
+    if "head_dim" not in config and family not in WITHOUT_HEAD_DIM and rng.random() < 0.5:
         config["head_dim"] = 16
     return config
 

@@ -79,6 +79,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
                  "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 1.5, "n_group": 3,
                  "topk_group": 2},
+    "deepseek_v3": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "kv_lora_rank": 12,
+                    "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10, "n_group": 3,
+                    "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+                    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "gpt_oss": {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12,
                 "sliding_window": WINDOW, "rope_parameters": YARN | {"truncate": False}, **BALANCE},
 }  # fmt: skip
@@ -146,7 +150,7 @@ ONE_OF_EACH = (
     "olmo2",
     *OTHERS,
 )
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3")
 
 
 def hf_model(name: str) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from realhf.arch.families.cohere import COHERE2
 from realhf.arch.families.common.base import Family
+from realhf.arch.families.deepseek import DEEPSEEK_V3, KIMI_K2
 from realhf.arch.families.gemma import GEMMA, GEMMA2, GEMMA3
 from realhf.arch.families.glm import GLM, GLM4, GLM4_MOE
 from realhf.arch.families.gpt import GPT2, GPT_NEOX
@@ -20,5 +21,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, MINISTRAL3, GEMMA, GEMMA2, GEMMA3, GPT2, GPT_NEOX, OLMO2, OLMO3,
         PHI3, GLM, GLM4, GRANITE, COHERE2, SMOLLM3, SEED_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS,
+        DEEPSEEK_V3, KIMI_K2,
     )
 }  # fmt: skip

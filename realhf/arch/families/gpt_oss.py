@@ -19,15 +19,16 @@ ROTARY: dict[str, Any] = {
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     fields.require(hf, hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
+    top_k = fields.agreed(hf, "num_experts_per_tok", "experts_per_token", default=4)
     hf.get("initial_context_length")  # also in the rotary parameters
-    stored = {**hf, "rope_parameters": parameters(hf) or ROTARY, "rope_scaling": None}
+    stored = fields.replaced(hf, rope_parameters=parameters(hf) or ROTARY, rope_scaling=None)
     own: dict[str, Any] = {
         "activation": "clamped_swiglu",
         "attention_sinks": True,
         "expert_bias": True,
         "sliding_windows": base.sliding_windows(hf, base.sliding_window(hf, 128), lambda layer: layer % 2 == 0),
         "n_experts": n_experts(hf, 128),
-        "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 4),
+        "experts_per_token": fields.whole_number({"num_experts_per_tok": top_k}, "num_experts_per_tok"),
         "expert_intermediate": fields.whole_number(hf, "intermediate_size"),
         "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
         "qkv_bias": (bias := fields.flag(hf, "attention_bias", True)),

@@ -97,6 +97,7 @@ def hf_tensors(
     routed_mlp: str = "",
     experts: tuple[str, str, str] = ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
     shared: str = "shared_experts",
+    attention: Mapping[str, str] = ATTENTION_NAMES,
     own: HfTensors | None = None,
 ) -> HfTensors:
     """Return a model's tensors; ``experts`` names gate, up and down of each expert in the module ``routed_mlp``.
@@ -105,8 +106,8 @@ def hf_tensors(
     """
     names = {
         **norms,
-        **ATTENTION_NAMES,
-        **(QKV_BIAS_NAMES if config.qkv_bias else {}),
+        **attention,
+        **(QKV_BIAS_NAMES if config.qkv_bias and attention else {}),
         **(PROJ_BIAS_NAMES if config.proj_bias else {}),
         **(QK_NORM_NAMES if config.qk_norm != "none" else {}),
     }
@@ -150,19 +151,26 @@ def interleaved(config: ModelConfig) -> HfTensors:
     tensors: HfTensors = {}
     for part, n_heads in (("q", config.n_heads), ("k", config.n_kv_heads)):
         name = f"self_attn.{part}_proj"
-        tensors[f"w{part}"] = _even_then_odd(config, f"{name}.weight", n_heads, ((0, config.hidden),))
+        tensors[f"w{part}"] = _of_heads(config, f"{name}.weight", n_heads, ((0, config.hidden),))
         if config.qkv_bias:
-            tensors[f"b{part}"] = _even_then_odd(config, f"{name}.bias", n_heads, ())
+            tensors[f"b{part}"] = _of_heads(config, f"{name}.bias", n_heads, ())
     return tensors
 
 
-def _even_then_odd(config: ModelConfig, name: str, n_heads: int, inner: Box) -> tuple[HfTensor, ...]:
+def even_then_odd(name: str, stored: int, ours: int, rotated: int, inner: Box) -> list[HfTensor]:
+    """Return two slices of ``rotated`` rows from ``stored``, the even and the odd ones; ours are from ``ours``."""
+    half, rows = rotated // 2, (stored, stored + rotated)
+    return [
+        HfTensor(name, box=((rows[0] + odd, rows[1]), *inner), at=((first, first + half), *inner), step=2)
+        for odd, first in ((0, ours), (1, ours + half))
+    ]
+
+
+def _of_heads(config: ModelConfig, name: str, n_heads: int, inner: Box) -> tuple[HfTensor, ...]:
     size, rotated = config.head_dim, config.rotary_dims or config.head_dim
-    half, parts = rotated // 2, list[HfTensor]()
+    parts: list[HfTensor] = []
     for start in range(0, n_heads * size, size):
-        for odd in (0, 1):
-            ours = (start + odd * half, start + (odd + 1) * half)
-            parts.append(HfTensor(name, box=((start + odd, start + rotated), *inner), at=(ours, *inner), step=2))
+        parts += even_then_odd(name, start, start, rotated, inner)
         if rotated < size:
             rest = ((start + rotated, start + size), *inner)
             parts.append(HfTensor(name, box=rest, at=rest))

@@ -88,6 +88,8 @@ class StageShard:
     @property
     def kv_numel(self) -> int:
         """Key/value cache elements per token on this worker."""
+        if self.model.latent:
+            return self.n_blocks * self.model.cache_numel
         return 2 * self.n_blocks * max(1, self.model.n_kv_heads // self.tp) * self.model.head_dim
 
     @property

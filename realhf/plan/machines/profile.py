@@ -236,6 +236,7 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
         "layernorm": config.norm == "layer",
         "nonormbias": not config.norm_bias,
         "onenorm": config.shared_norm,
+        f"latent{config.cache_numel}v{config.value_dim}": bool(config.latent),
         "plain": config.mlp == "ungated",
         config.activation: config.activation != "silu",
         "parallel": config.parallel_residual,

@@ -294,7 +294,6 @@ def _dequantization_bytes(shard: StageShard) -> float:
 
 def _block_numel(config: ModelConfig) -> float:
     """Mean weights per block that a token passes through: attention, MLP and router."""
-    attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     matrices = 3 if config.mlp == "gated" else 2
     routed = routed_share(config) * config.n_experts
-    return attention + matrices * config.hidden * mlp_width(config) + config.hidden * routed
+    return config.attention_numel + matrices * config.hidden * mlp_width(config) + config.hidden * routed

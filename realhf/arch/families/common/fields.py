@@ -1,6 +1,7 @@
 """The fields of a ``config.json`` by allow-list: a field that nothing reads is refused. Readers check types."""
 
 import math
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,11 @@ class HfFields(Mapping[str, Any]):
 
     def unread(self) -> dict[str, Any]:
         return {k: v for k, v in self._fields.items() if k not in self._read}
+
+
+def replaced(hf: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
+    """Return the fields with other ``values``; only those that are read count as read."""
+    return ChainMap(values, hf)  # type: ignore[arg-type]
 
 
 def refuse_unread(fields: HfFields, unused: frozenset[str]) -> None:

@@ -54,6 +54,9 @@ def rotary_by_layer_type(
     for stored in (full, windowed, older):
         if stored is not None and not isinstance(stored, dict):
             raise ValueError(f"rotary parameters must be an object, got {fields.shown(stored)}")
+    if older and "rope_type" not in older and "type" in older:
+        raise ValueError("field 'rope_scaling' has 'type' without 'rope_type', which versions of transformers read "
+                         "differently for this model_type")  # fmt: skip
     found = _fields({**(full or {}), **(older or {})}, hf, max_positions, base)
     local = {windowed_key: hf[windowed_key]} if windowed_key and hf.get(windowed_key) is not None else {}
     windowed_base = fields.number(local, windowed_key, windowed_base) if local else windowed_base
