@@ -197,7 +197,8 @@ class PPOExperiment(Experiment):
             return roles
         critic, actor = self.critic, self.actor
         if not has_model(critic):
-            critic = replace(critic, path=actor.path, config=actor.config, init_from_scratch=actor.init_from_scratch,
+            critic = replace(critic, path=actor.path, config=actor.config, text_only=actor.text_only,
+                             init_from_scratch=actor.init_from_scratch,
                              init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
         return {**roles, "critic": RoleSpec(critic, scalar_head=True)}
 

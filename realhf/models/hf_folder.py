@@ -20,9 +20,11 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, box_shape, intersect, relative, whole
 from realhf.arch.families import FAMILIES
 from realhf.arch.families.common.base import HfTensor
+from realhf.arch.hf_config import TEXT_PART
 from realhf.arch.param_specs import param_specs
 from realhf.base.seeds import stable_seed
 from realhf.models.flat_params import FlatParams
+from realhf.models.stored_formats import stored_format
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -36,7 +38,6 @@ TOKENIZER_FILES = (
 )
 MAX_FILE_BYTES = 5e9
 HEADS = {"lm": ("lm_head.", "embed_out."), "scalar": ("score.",), "": ("classifier.", "v_head.")}
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class _SafetensorsFolder(ExitStack):
@@ -59,21 +60,51 @@ class _SafetensorsFolder(ExitStack):
             raise ValueError(f"'{self.path}' has pickled .bin weights, which are not supported: convert to safetensors")
         raise ValueError(f"'{self.path}' has no {SINGLE} and no {INDEX}")
 
-    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return a lazy handle on a tensor, which reads when indexed; ValueError for another shape or type."""
+    def handle(self, name: str) -> Any:
+        """Return a lazy handle on a stored tensor, which reads when indexed."""
         file = self._file_of[name]
         if file not in self._files:
             if not (self.path / file).is_file():
                 raise ValueError(f"'{self.path}' lacks '{file}', which its index lists")
             self._files[file] = self.enter_context(safe_open(self.path / file, framework="pt"))
-        handle = self._files[file].get_slice(name)
-        if handle.get_dtype() not in FLOATS:
-            raise ValueError(f"'{self.path}': tensor '{name}' has the type {handle.get_dtype()}, "
-                             f"supported are {', '.join(FLOATS)}: dequantise the weights")  # fmt: skip
-        if (found := tuple(handle.get_shape())) != shape:
-            raise ValueError(f"'{self.path}': tensor '{name}' has shape {list(found)}, "
+        return self._files[file].get_slice(name)
+
+
+class _StoredTensors:
+    """The tensors of an open folder, dequantised if its ``config.json`` says that they are quantized."""
+
+    def __init__(self, files: _SafetensorsFolder) -> None:
+        self.path, file = files.path, files.path / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        text_part = config.get(TEXT_PART)
+        options = config.get("quantization_config") or (text_part or {}).get("quantization_config")
+        self._format = stored_format(files, options)
+        stored = self._format.names
+        self._stored = {name: name for name in stored} if text_part is None else _text_names(stored)
+        self.names = set(self._stored)
+
+    def read(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
+        """Return a box of a tensor, whose spans may have steps; ValueError for another shape or type."""
+        stored = self._stored[name]
+        if (found := self._format.shape(stored)) != shape:
+            raise ValueError(f"'{self.path}': tensor '{stored}' has shape {list(found)}, "
                              f"expected {list(shape)} by config.json")  # fmt: skip
-        return handle
+        try:
+            value = self._format.read(stored, tuple(slice(span.start, span.stop) for span in box))
+        except ValueError as error:
+            raise ValueError(f"'{self.path}': {error}") from error
+        return value[tuple(slice(None, None, span.step) for span in box)]
+
+
+def _text_names(names: set[str]) -> dict[str, str]:
+    """Return the stored names in a multimodal folder by those of the text model; other tensors are left out.
+
+    Before transformers 5 the text model is stored as a whole, since then below the base model of all parts.
+    """
+    found = {name: name for name in names if name.startswith("lm_head.")}
+    found |= {name.removeprefix("language_model."): name for name in names if name.startswith("language_model.")}
+    inside = "model.language_model."
+    return found | {f"model.{name.removeprefix(inside)}": name for name in names if name.startswith(inside)}
 
 
 @dataclass(frozen=True)
@@ -159,7 +190,8 @@ def load_hf(
     shapes = hf_shapes(slices)
     tied = config.tied_embedding and config.head == "lm"
     copy = hf_head(replace(config, tied_embedding=False)) if tied else None
-    with _SafetensorsFolder(Path(folder)) as source:
+    with _SafetensorsFolder(Path(folder)) as files:
+        source = _StoredTensors(files)
         names = _stored_names(source, set(shapes), family.base_prefix)
         needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
         heads = tuple(prefix for head, prefixes in HEADS.items() if head != config.head for prefix in prefixes)
@@ -178,32 +210,26 @@ def load_hf(
                 if (ours := intersect(part.at, params.box(name))) is None:
                     continue
                 box, shape = part.stored(ours), shapes[part.name]
-                value = _read(source.slice(names[part.name], shape), box)
+                value = source.read(names[part.name], shape, box)
                 if name == "embed.weight" and copy in source.names:
-                    _check_tied(source, names[part.name], value, copy, source.slice(copy, shape)[box])
+                    _check_tied(source, names[part.name], value, copy, source.read(copy, shape, box))
                 params.write(name, ours, part.from_stored(value, box_shape(ours)))
 
 
-def _read(handle: Any, box: tuple[slice, ...]) -> Tensor:
-    """Return a box of a lazy handle, which has no steps."""
-    value: Tensor = handle[tuple(slice(span.start, span.stop) for span in box)]
-    return value[tuple(slice(None, None, span.step) for span in box)]
-
-
-def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> dict[str, str]:
+def _stored_names(source: _StoredTensors, wanted: set[str], prefix: str) -> dict[str, str]:
     """Map each wanted name to the folder's own; a bare base model is saved without the prefix."""
     spellings = {name: (name, name.removeprefix(prefix)) for name in wanted}
     return {name: s for name, both in spellings.items() for s in both[::-1] if s in source.names}
 
 
-def _check_tied(source: _SafetensorsFolder, name: str, value: Tensor, copy: str, copied: Tensor) -> None:
+def _check_tied(source: _StoredTensors, name: str, value: Tensor, copy: str, copied: Tensor) -> None:
     if not torch.equal(value, copied):
         raise ValueError(f"'{source.path}': tensors '{name}' and '{copy}' differ, but config.json ties them: "
                          "set tie_word_embeddings to false, or remove the wrong one")  # fmt: skip
 
 
 def _check_names(
-    source: _SafetensorsFolder, names: dict[str, str], needed: set[str], is_ignorable: Callable[[str], bool]
+    source: _StoredTensors, names: dict[str, str], needed: set[str], is_ignorable: Callable[[str], bool]
 ) -> None:
     if missing := sorted(needed - set(names)):
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")

@@ -156,7 +156,7 @@ class RunSpec:
 def model_config(role: RoleSpec) -> ModelConfig:
     """Read a role's architecture from its model directory or config file; ValueError if it is invalid."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
-    config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
+    config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head, text_only=role.spec.text_only)
     options, quantization = role.spec.lora, role.spec.lora.quantization
     if not options.rank:
         if quantization.bits:

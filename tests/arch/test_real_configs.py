@@ -231,7 +231,7 @@ def test_buffers_of_old_pythia_folders_are_ignored(tmp_path: Path) -> None:
 
 CLAIMS = {
     "is_causal": (False, None),
-    "quantization_config": ({"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}),
+    "quantization_config": ({"quant_method": "bitsandbytes"}, {"quant_method": "awq", "bits": 3}),
     "per_layer_config": ({"0": {"intermediate_size": 64}},),
     "auto_map": ({"AutoModelForCausalLM": "modeling.Other"},),
     "attention_chunk_size": (8,),

@@ -153,10 +153,15 @@ ONE_OF_EACH = (
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3")
 
 
+BLOCKS = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+BLOCKED = {"gpt_oss_blocks": lambda: of_config("gpt_oss", **BLOCKS)}
+"""Models with whole blocks of MXFP4."""
+
+
 def hf_model(name: str) -> PreTrainedModel:
     """Return a random Hugging Face model, with random biases and norms."""
     torch.manual_seed(0)
-    model = {**MODELS, **GROUPED}[name]().eval()
+    model = {**MODELS, **GROUPED, **BLOCKED}[name]().eval()
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim == 1:

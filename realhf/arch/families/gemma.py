@@ -71,6 +71,7 @@ def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _gemma3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    hf = fields.defaulted(hf, num_attention_heads=8, vocab_size=262208)  # not stored in text parts
     step = fields.whole_number(hf, "sliding_window_pattern", 6)  # of older versions, without ``layer_types``
     own: dict[str, Any] = {
         "norm_placement": "sandwich",

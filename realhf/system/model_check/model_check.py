@@ -77,7 +77,11 @@ class ModelCheck:
         (target / "config.json").write_text(json.dumps(with_layers(fields, self.n_layers)))
         torch.manual_seed(self.seed)
         try:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(target, trust_remote_code=False),
+                trust_remote_code=False,
+                dtype=torch.float32,
+            )
         except Exception as error:  # any class of its model
             raise UserError(f"transformers cannot create the model of '{file}': {error}") from error
         with torch.no_grad():
@@ -100,7 +104,7 @@ class ModelCheck:
     def _reference(self, rows: Sequence[Tensor]) -> Reference:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(self.folder, trust_remote_code=False, dtype=torch.float32).eval()
         logits = [model(row[None]).logits[0].float() for row in rows]
         logprobs = tuple(
             x.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0] for x, row in zip(logits, rows, strict=True)
@@ -155,7 +159,7 @@ class ModelCheck:
         before, after = tensors_of(self.folder), tensors_of(self.work / "saved")
         changed = [name for name in after if name in before and not torch.equal(before[name].to(dtype), after[name])]
         missing = [name for name in after if name not in before]
-        AutoConfig.from_pretrained(self.work / "saved")
+        AutoConfig.from_pretrained(self.work / "saved", trust_remote_code=False)
         kept = read_hf_config(self.work / "saved", scalar_head=False) == self.config
         names = ", ".join((changed + missing)[:3])
         text = f"{len(after)} tensors: " + (f"{names} differ" if names else "equal byte for byte")

@@ -63,6 +63,11 @@ def replaced(hf: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
     return ChainMap(values, hf)  # type: ignore[arg-type]
 
 
+def defaulted(hf: Mapping[str, Any], **values: Any) -> Mapping[str, Any]:
+    """Return the fields with ``values`` for those that are absent."""
+    return ChainMap(hf, values)  # type: ignore[arg-type]
+
+
 def refuse_unread(fields: HfFields, unused: frozenset[str]) -> None:
     """Raise ValueError for any field except those that are read or harmless; ``unused`` are harmless in a family.
 
