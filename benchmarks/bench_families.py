@@ -60,7 +60,10 @@ def models(family: str, folder: Path) -> tuple[PreTrainedModel, NativeEngine]:
     """Return the models of both programs, with the same random weights."""
     sizes = GPT2 if family == "gpt2" else SIZES
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **OWN[family]})).eval()
+    fields = {**sizes, **OWN[family]}
+    if family == "gpt_neox":
+        del fields["num_key_value_heads"]
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).eval()
     theirs.save_pretrained(folder)
     role = RoleSpec(ModelSpec(path=str(folder)))
     context = ParallelContext(Layout(DeviceMesh((0,)), ParallelStrategy()), 0)

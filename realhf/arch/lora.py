@@ -67,6 +67,12 @@ def b_name(weight: str) -> str:
     return f"{weight}.lora_b"
 
 
+def other_half(name: str) -> str:
+    """Return the matrix B of a matrix A, and the reverse."""
+    weight, _, half = name.rpartition(".")
+    return b_name(weight) if half == "lora_a" else a_name(weight)
+
+
 def is_adapter(name: str) -> bool:
     return name.endswith((".lora_a", ".lora_b"))
 

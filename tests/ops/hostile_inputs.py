@@ -170,10 +170,12 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     positions = inputs.ints(rows, 0, max_len)
     shared = [inputs.random.randrange(p + 1) for p in positions.tolist()]
     prefixes = torch.tensor([[i // 2 for i in range(rows)], shared, list(range(rows))], dtype=torch.int64)
-    angles = inputs.pick(None, inputs.floats(2, max_len, inputs.pick(0, 2, dim)))
+    angles = [inputs.floats(2, max_len, inputs.pick(0, 2, dim)) for _ in range(inputs.pick(0, 1, 2))]
+    tables = [inputs.pick(*range(-1, len(angles))) for _ in range(layers)]
     windows = [inputs.pick(0, 0, 3) for _ in range(layers)]
-    return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, windows, heads, inner,
-            inputs.pick(0, 1, 2), gated, inputs.pick(True, False), 1e-5, 0.0, 0.3, inputs.pick(0.0, 2.0)]  # fmt: skip
+    return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, tables, windows, heads,
+            inner, inputs.pick(0, 1, 2), gated, inputs.pick(True, False), inputs.pick(True, False), 1e-5, 0.0,
+            inputs.pick(1.0, 0.5), 0.3, inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4))]  # fmt: skip
 
 
 def packed_gae(inputs: Inputs) -> list[Any]:

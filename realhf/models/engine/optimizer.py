@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.param_box import numbered_box, relative, whole
-from realhf.arch.lora import is_adapter
+from realhf.arch.lora import is_adapter, other_half
 from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import Group, ParallelContext
 from realhf.models.engine.grad_reduction import OverlappedReduction
@@ -50,12 +50,19 @@ class SharedGradients:
         self.replicated = [
             s for s in specs
             if s.tp_dim is None and strategy.tp > 1
-            and (is_adapter(s.name) or sequence_parallel and s.name != "head.weight")
+            and (sequence_parallel and s.name != "head.weight" or self._is_half_of_sharded(s.name))
         ]  # fmt: skip
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)
         self.peer = stages[-1] if context.coord.pp == 0 else stages[0]
         self.p2p = P2PChannel(context.device, context.activity)
+
+    def _is_half_of_sharded(self, name: str) -> bool:
+        """Return True for an adapter's half whose other half is sharded; adapters of replicated products have none."""
+        if not is_adapter(name):
+            return False
+        other = other_half(name)
+        return other not in self.params.names or self.params.spec(other).tp_dim is not None
 
     @property
     def names(self) -> frozenset[str]:
