@@ -48,18 +48,16 @@ class FusedBlocks:
         merged = (self.adapters[i].merged(w) if i in self.adapters else w for i, w in enumerate(self.weights))
         return replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in merged), adapters={})
 
-    def __call__(
-        self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: list[Tensor]
-    ) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, longest: int) -> Tensor:
         """Return the hidden states ``[S, D]`` after all blocks, and after the final norm on the last stage.
 
-        ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles`` are
-        ``StageRotary.tables``. Intermediate values are float32 for any type of x.
+        ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``; positions are
+        below ``longest``. Intermediate values are float32 for any type of x.
         """
         config, rule = self.config, self.rules[0]
         kernel = extension.required("decode_blocks", x.device.type)
         return kernel(
-            x, self.weights, cache.k, cache.v, positions, prefixes, angles, self.rotary.table_of,
+            x, self.weights, cache.k, cache.v, positions, prefixes, self.rotary.tables(longest), self.rotary.table_of,
             [rule.window for rule in self.rules], self.n_heads, config.intermediate, ACTIVATION_IDS[config.activation],
             config.mlp == "gated", config.parallel_residual, config.norm == "layer", config.norm_eps,
             config.norm_offset, config.residual_scale, rule.scale_for(config.head_dim), rule.softcap,

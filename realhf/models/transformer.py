@@ -248,7 +248,7 @@ class Transformer:
         x = self._embed(tokens, positions, longest) if x is None else x
         if (blocks := self.weights.fused) is not None:
             assert not isinstance(prefixes, SharedPrefixes)
-            x = (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary.tables(longest))
+            x = (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, longest)
             return self._for_head(x)
         kernel = self._cache_kernel() if cache.by_token else None
         rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)

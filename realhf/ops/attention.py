@@ -226,15 +226,19 @@ def _block(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, offset: int, s
     rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # [n, K, groups * Q, d]
     scores = scoring.cap(rows @ k.transpose(2, 3) * scale).unflatten(2, (groups, -1))
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = scores.masked_fill(~visible, float("-inf")).to(acc_dtype)
-    probs = _with_sinks(scores, None if sinks is None else sinks.view(-1, groups, 1)).to(q.dtype)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    probs = _with_sinks(scores, None if sinks is None else sinks.view(-1, groups, 1), acc_dtype).to(q.dtype)
     return (probs.flatten(2, 3) @ v).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
-def _with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of ``scores`` ``[..., S]`` and of one more score ``sinks`` ``[...]``, without the latter."""
+def _with_sinks(scores: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the softmax of ``scores`` ``[..., S]`` and of one more score ``sinks`` ``[...]``, without the latter.
+
+    The result has this type. With sinks it is computed in it.
+    """
     if sinks is None:
-        return scores.softmax(-1)
+        return scores.softmax(-1, dtype=dtype)
+    scores = scores.to(dtype)
     return scores.softmax(-1) * (scores.logsumexp(-1) - sinks).sigmoid().unsqueeze(-1)
 
 
@@ -277,4 +281,5 @@ def decode_attention(
     else:
         scores = torch.baddbmm(bias, grouped, k_.transpose(1, 2), alpha=scale)
     per_group = None if sinks is None else sinks.view(n_kv, -1).repeat(slots, 1)
-    return torch.bmm(_with_sinks(scores, per_group).to(q.dtype), v_).view(slots, heads, dim)
+    dtype = q.dtype if sinks is None else torch.promote_types(q.dtype, torch.float32)
+    return torch.bmm(_with_sinks(scores, per_group, dtype).to(q.dtype), v_).view(slots, heads, dim)
