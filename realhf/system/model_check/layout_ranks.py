@@ -59,8 +59,10 @@ def _wait(processes: Sequence[multiprocessing.process.BaseProcess], strategy: Pa
     deadline = time.monotonic() + TIMEOUT_S
     while any(process.exitcode is None for process in processes):
         wait([process.sentinel for process in processes if process.exitcode is None], 1.0)
-        if error.exists() or any(process.exitcode for process in processes):
-            text = error.read_text() if error.exists() else "a process ended"
+        failed = next((rank for rank, process in enumerate(processes) if process.exitcode), None)
+        if error.exists() or failed is not None:
+            code = None if failed is None else processes[failed].exitcode
+            text = error.read_text() if error.exists() else f"process {failed} ended with exit code {code}"
             raise RunFailed(f"layout {strategy}: {text.strip()}")
         if time.monotonic() > deadline:
             raise RunFailed(f"layout {strategy}: no result from {len(processes)} processes for {TIMEOUT_S:.0f} s")

@@ -1,13 +1,18 @@
 """``realhf model check`` finds models that equal those of transformers, and a family that is wrong."""
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from realhf.api.layout import ParallelStrategy
 from realhf.apps.main import EXIT_FAILED, EXIT_USER, run
 from realhf.arch.families import FAMILIES
+from realhf.base.errors import RunFailed
+from realhf.system.model_check.layout_ranks import in_layout
 from tests.models.tiny_models import hf_model
 
 
@@ -62,3 +67,22 @@ def test_models_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     assert check(tmp_path) == EXIT_USER and "unknown model_type 'rwkv'" in capsys.readouterr().err
     assert run(["model"]) == EXIT_USER and "usage: realhf model check" in capsys.readouterr().err
+
+
+def test_a_process_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its start; the error names it and no process is left."""
+    (tmp_path / "model").mkdir()
+    hf_model("llama").save_pretrained(tmp_path / "model")
+    children: list[multiprocessing.process.BaseProcess] = []
+    start = multiprocessing.get_context("spawn").Process.start
+
+    def start_and_kill(process: multiprocessing.process.BaseProcess) -> None:
+        start(process)
+        children.append(process)
+        if len(children) == 2:
+            process.kill()
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", start_and_kill)
+    with pytest.raises(RunFailed, match="layout d1t2p1: process 1 ended with exit code -9"):
+        in_layout(tmp_path / "model", tmp_path, ParallelStrategy(tp=2), [torch.arange(5)])
+    assert not any(process.is_alive() for process in children)
