@@ -4,10 +4,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from realhf.api.param_box import Cuts
+
 SPAN = r"\d+(?:-\d+)?"
 SPANS = rf"{SPAN}(?:,{SPAN})*"
 MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({SPAN}))(?:,(?=.)|\Z)")
 """One node, several nodes, or plain ranks, and the comma before the next part."""
+
+
+AXES = ("dp", "tp", "pp", "ep", "edp")
 
 
 class Coord(NamedTuple):
@@ -21,18 +26,30 @@ class ParallelStrategy:
     """Degrees of data, tensor and pipeline parallelism, written ``d4t2p1`` (``m`` is an alias of ``t``).
 
     With ``zero3``, written ``d4t2p1z3``, data-parallel ranks have shares of the weights instead of copies (ZeRO-3).
+    ``ep``, written ``d4t2p1e4``, divides the routed experts of a layer over so many ranks of a stage: over
+    tensor-parallel ranks first, then over adjacent data-parallel ranks, which exchange tokens. With fewer than ``tp``
+    each expert is sharded over the other tensor-parallel ranks.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     zero3: bool = False
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp) < 1:
+        if min(self.dp, self.tp, self.pp, self.ep) < 1:
             raise ValueError(f"parallel degrees must be positive, got {self}")
         if self.zero3 and self.dp == 1:
             raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
+        if self.zero3 and self.ep > 1:
+            raise ValueError(f"{self}: z3 already shards experts over data-parallel ranks; leave out z3 or e{self.ep}")
+        if self.tp % self.ep and (self.ep % self.tp or self.dp % (self.ep // self.tp)):
+            legal = [n for n in range(1, self.dp * self.tp + 1) if self.tp % n == 0]
+            legal += [self.tp * n for n in range(2, self.dp + 1) if self.dp % n == 0]
+            nearest = min(legal, key=lambda n: abs(n - self.ep))
+            raise ValueError(f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d; "
+                             f"nearest legal: e{nearest}")  # fmt: skip
 
     @property
     def world(self) -> int:
@@ -40,8 +57,13 @@ class ParallelStrategy:
 
     @property
     def n_replicas(self) -> int:
-        """Number of copies of the weights."""
-        return 1 if self.zero3 else self.dp
+        """Number of copies of all weights; with expert parallelism there may be more of those that are no experts'."""
+        return 1 if self.zero3 else self.dp // self.expert_dp
+
+    @property
+    def expert_dp(self) -> int:
+        """Number of data-parallel ranks that divide the experts, and exchange tokens."""
+        return max(1, self.ep // self.tp)
 
     @property
     def n_shards(self) -> int:
@@ -50,24 +72,30 @@ class ParallelStrategy:
 
     def shard_number(self, dp: int, tp: int) -> int:
         """Return the number of the shard of a rank among those of its stage."""
-        return dp * self.tp + tp if self.zero3 else tp
+        return dp % (self.n_shards // self.tp) * self.tp + tp
+
+    @property
+    def cuts(self) -> Cuts:
+        """What determines the boxes of the shards of a stage."""
+        return Cuts(self.tp, self.n_shards, self.ep)
 
     def with_zero3(self, wanted: bool) -> "ParallelStrategy":
         """Return this strategy with or without ZeRO-3; on one data-parallel rank both are the same."""
         return replace(self, zero3=wanted and self.dp > 1)
 
     def __str__(self) -> str:
-        return f"d{self.dp}t{self.tp}p{self.pp}{'z3' if self.zero3 else ''}"
+        experts = f"e{self.ep}" if self.ep > 1 else ""
+        return f"d{self.dp}t{self.tp}p{self.pp}{experts}{'z3' if self.zero3 else ''}"
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Parse ``d4t2p1``, ``d4p1m2``, ``d4z3``, degrees in any order and case; ValueError for anything else."""
+        """Parse ``d4t2p1``, ``d4p1m2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
         lower = text.strip().lower()
-        if not re.fullmatch(r"(?:[dtmp][1-9][0-9]*){1,3}(?:z3)?", lower):
-            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2p1z3)")
+        if not re.fullmatch(r"(?:[dtmpe][1-9][0-9]*){1,4}(?:z3)?", lower):
+            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2e8, d4z3)")
         zero3, degrees = lower.endswith("z3"), dict[str, int]()
-        for letter, number in re.findall(r"([dtmp])(\d+)", lower):
-            axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}[letter]
+        for letter, number in re.findall(r"([dtmpe])(\d+)", lower):
+            axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}[letter]
             if axis in degrees:
                 raise ValueError(f"'{text}' gives the {axis} degree twice")
             degrees[axis] = int(number)
@@ -170,8 +198,14 @@ class Layout:
         return Coord(index // (s.dp * s.tp), index // s.tp % s.dp, index % s.tp)
 
     def axis(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the group of ``rank`` along an axis (``dp``, ``tp`` or ``pp``)."""
-        coord = self.coord(rank)
+        """Return the group of ``rank`` along an axis: ``dp``, ``tp``, ``pp``, ``ep`` or ``edp``.
+
+        ``ep`` are the data-parallel ranks that exchange tokens of experts, ``edp`` those with the same experts.
+        """
+        coord, n = self.coord(rank), self.strategy.expert_dp
+        if name in ("ep", "edp"):
+            group, at = self.axis("dp", rank), coord.dp
+            return group[at // n * n : at // n * n + n] if name == "ep" else group[at % n :: n]
         return tuple(self.rank(coord._replace(**{name: i})) for i in range(getattr(self.strategy, name)))
 
     def replica(self, dp: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Box = tuple[tuple[int, int], ...]
 
@@ -12,7 +13,8 @@ class ParamSpec:
 
     ``layer`` is 0 for the embedding, 1..L for blocks, L+1 for the head. ``tp_dim`` is the dimension that tensor
     parallelism shards (None: replicated), in ``tp_units`` indivisible units (heads, for attention). ``shared_layer``
-    is a second layer that uses the parameter (a tied embedding is also the head); both stages hold it.
+    is a second layer that uses the parameter (a tied embedding is also the head); both stages hold it. With
+    ``is_expert``, dimension 0 are the routed experts, which expert parallelism divides.
     """
 
     name: str
@@ -21,6 +23,7 @@ class ParamSpec:
     tp_dim: int | None = None
     tp_units: int = 0
     shared_layer: int | None = None
+    is_expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -88,10 +91,30 @@ def cut_box(box: Box, n: int, index: int) -> Box | None:
     return (*box[:dim], span, *box[dim + 1 :]) if span[0] < span[1] else None
 
 
-def numbered_box(spec: ParamSpec, tp: int, n_shards: int, number: int) -> Box | None:
-    """Return the box of ``spec`` in shard ``number`` of the ``n_shards`` of a stage; None if it has nothing of it.
+class Cuts(NamedTuple):
+    """How the weights of a stage are divided into ``n_shards``: by ``tp`` tensor-parallel ranks, experts by ``ep``."""
 
-    These are the shards of ``tp`` tensor-parallel ranks, each cut into ``n_shards / tp`` shares by ZeRO-3. Consecutive
-    numbers are tensor-parallel ranks.
+    tp: int
+    n_shards: int
+    ep: int = 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Number of ranks over which each expert is sharded."""
+        return max(1, self.tp // self.ep)
+
+
+def numbered_box(spec: ParamSpec, cuts: Cuts, number: int) -> Box | None:
+    """Return the box of ``spec`` in shard ``number`` of a stage; None if it has nothing of it.
+
+    Consecutive numbers are tensor-parallel ranks. With expert parallelism, ``cuts.expert_tp`` consecutive shards have
+    the same experts. Else the shards of tensor-parallel ranks are cut into ``n_shards / tp`` shares by ZeRO-3.
     """
-    return cut_box(shard_box(spec, tp, number % tp), n_shards // tp, number // tp)
+    tp, n_shards, ep = cuts
+    if ep == 1:
+        return cut_box(shard_box(spec, tp, number % tp), n_shards // tp, number // tp)
+    if not spec.is_expert:
+        return shard_box(spec, tp, number % tp)
+    box, part, count = shard_box(spec, cuts.expert_tp, number % cuts.expert_tp), number // cuts.expert_tp, spec.shape[0]
+    span = part * count // ep, (part + 1) * count // ep
+    return (span, *box[1:]) if span[0] < span[1] else None

@@ -107,7 +107,7 @@ def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
 
 
 def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
-    """The router is replicated; each expert is sharded like an MLP."""
+    """The router is replicated; each expert is sharded like an MLP. Every rank adds its columns of ``b_down``."""
     d, wide, count, shared = config.hidden, config.expert_intermediate, config.n_experts, config.shared_intermediate
     specs = [ParamSpec(prefix + "router", (count, d), layer)]
     if config.expert_bias:
@@ -115,12 +115,12 @@ def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpe
     if config.choice_bias:
         specs.append(ParamSpec(prefix + "choice_bias", (count,), layer))
     specs += [
-        ParamSpec(prefix + "experts.up", (count, 2, wide, d), layer, 2, wide),
-        ParamSpec(prefix + "experts.down", (count, d, wide), layer, 2, wide),
+        ParamSpec(prefix + "experts.up", (count, 2, wide, d), layer, 2, wide, is_expert=True),
+        ParamSpec(prefix + "experts.down", (count, d, wide), layer, 2, wide, is_expert=True),
     ]
     if config.expert_bias:
-        specs.append(ParamSpec(prefix + "experts.b_up", (count, 2, wide), layer, 2, wide))
-        specs.append(ParamSpec(prefix + "experts.b_down", (count, d), layer))
+        specs.append(ParamSpec(prefix + "experts.b_up", (count, 2, wide), layer, 2, wide, is_expert=True))
+        specs.append(ParamSpec(prefix + "experts.b_down", (count, d), layer, 1, d, is_expert=True))
     if shared:
         specs += [ParamSpec(f"{prefix}shared.{name}", (shared, d), layer, 0, shared) for name in ("gate", "up")]
         specs.append(ParamSpec(prefix + "shared.down", (d, shared), layer, 1, shared))

@@ -8,7 +8,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -191,6 +191,14 @@ class Group:
         elif output.data_ptr() != whole.data_ptr():
             output.copy_(whole)
 
+    def all_to_all(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send ``sent[i]`` of ``rows`` to member i, and fill ``output`` with the ``received[i]`` rows of member i."""
+        if self.size > 1:
+            with self._activity("all_to_all", rows):
+                dist.all_to_all_single(output, rows, [*received], [*sent], group=self.handle)
+        else:
+            output.copy_(rows)
+
     def start_reduce(self, tensor: Tensor, index: int) -> dist.Work:
         """Start to sum over the group in the memory of member ``index``; others lose their values. See ``wait``."""
         return _started(dist.reduce(tensor, sorted(self.ranks)[index], group=self.handle, async_op=True))
@@ -301,6 +309,6 @@ class ParallelContext:
         return self.layout.coord(self.rank)
 
     def group(self, axis: str) -> Group:
-        """Return this worker's group along ``dp``, ``tp`` or ``pp``."""
+        """Return this worker's group along an axis of the layout (``Layout.axis``)."""
         ranks = self.layout.axis(axis, self.rank)
         return self.groups[ranks] if len(ranks) > 1 else Group(ranks, self.rank)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -11,24 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
+from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.attention.latent_attention import LatentProducts
 from realhf.models.column_parallel import column_parallel
 from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
+from realhf.models.routed_mlps import RoutedMlps
 from realhf.ops.activations import activate
-from realhf.ops.moe import (
-    RoutingRule,
-    add_loss,
-    balance_loss,
-    combine,
-    dispatch,
-    grouped_linear,
-    has_grouped_kernel,
-    route,
-    sort_by_expert,
-    z_loss,
-)
+from realhf.ops.moe import RoutingRule, add_loss, balance_loss, expert_loads, route, z_loss
 from realhf.ops.norms import rms_norm
 
 
@@ -96,37 +87,20 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of routed experts: router ``[E, D]``, up ``[E, 2, wide, D]`` (gate and up), down ``[E, D, wide]``.
+    """Weights of a layer with routed experts: router ``[E, D]``, and ``mlps`` for the tokens that it chooses.
 
-    ``shared`` is an MLP for all tokens, without norms, whose output ``shared_gate`` ``[1, D]`` scales. Biases are
-    ``[E]``, ``[E, 2, wide]`` and ``[E, D]``.
+    ``shared`` is an MLP for all tokens, without norms, whose output ``shared_gate`` ``[1, D]`` scales. The biases
+    ``b_router`` and ``choice_bias`` are ``[E]``.
     """
 
     norm: Norm | None
     router: Tensor
-    up: Tensor
-    down: Tensor
+    mlps: RoutedMlps
     post_norm: Norm | None
-    up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
     choice_bias: Tensor | None = None
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
     b_router: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
-
-    @property
-    def up_rows(self) -> Tensor:
-        """Gate and up as one matrix per expert, ``[E, 2 * wide, D]``."""
-        return self.up.flatten(1, 2)
-
-    @cached_property
-    def are_grouped(self) -> bool:
-        """Whether all experts are one product, without waiting for the device."""
-        adapters = [adapter for adapter in (self.up_adapter, self.down_adapter) if adapter is not None]
-        thin = [matrix.to(self.up.dtype) for adapter in adapters for matrix in (adapter.a, adapter.b)]
-        return has_grouped_kernel(self.up_rows, self.down, *thin)
 
 
 @dataclass(frozen=True)
@@ -170,6 +144,7 @@ class ForwardContext:
     router_loss: RouterLoss | None = None
     routing: Routing | None = None
     dropout: Dropout | None = None
+    expert_region: ExpertRegion | None = None
     recomputes_inputs: bool = False
     """Whether the inputs of products, which are norms and activations, are computed again in the backward pass."""
 
@@ -187,7 +162,8 @@ class ForwardContext:
 def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states ``[T, D]`` after a block, and its router losses; ``index`` is its index in the stage.
 
-    The losses, ``[2]``: ``balance_loss`` and ``z_loss``, are sums over local tokens; None without a router in training.
+    The losses, ``[2 + E]``: ``balance_loss``, ``z_loss`` and the number of tokens of every expert, are sums over local
+    tokens; None without a router in training.
     """
     after = _attention(block.attention, index, x, context)
     mlp_input = x if context.config.parallel_residual else after
@@ -289,39 +265,23 @@ def _experts(
     logits = F.linear(inner, experts.router, experts.b_router)
     replayed = context.routing.replayed(index) if context.routing is not None else None
     probs, weights, chosen = route(logits, routing_rule(config), experts.choice_bias, replayed)
-    local, chosen = chosen, tp_region.all_gather_tokens(chosen)
+    all_chosen, all_tokens = tp_region.all_gather_tokens(chosen), tp_region.copy_to_tp(inner)
     if context.routing is not None:
-        context.routing.record(index, chosen)
-    by_expert = sort_by_expert(chosen, config.n_experts, experts.are_grouped)
-    all_tokens = tp_region.copy_to_tp(inner)
-    tokens = dispatch(all_tokens, by_expert)
-
-    def product(x: Tensor, weight: Tensor, adapter: LowRank | None) -> Tensor:
-        y = grouped_linear(x, weight, by_expert)
-        return y if adapter is None else adapter.add_to_experts(y, x, by_expert)
-
-    wide = product(tokens, experts.up_rows, experts.up_adapter)
-    if experts.b_up is not None:
-        wide = wide + experts.b_up.flatten(1).index_select(0, chosen.flatten().index_select(0, by_expert.order))
-    wide = product(activate(wide, config.activation, config.mlp == "gated"), experts.down, experts.down_adapter)
-    partial = combine(wide, tp_region.copy_to_tp(weights), by_expert)
+        context.routing.record(index, all_chosen)
+    activation = partial(activate, activation=config.activation, gated=config.mlp == "gated")
+    all_weights = tp_region.copy_to_tp(weights)
+    output = experts.mlps(all_tokens, all_weights, all_chosen, activation, context.expert_region)
     if experts.shared is not None:
-        partial = partial + _shared_expert(experts.shared, experts.shared_gate, inner, all_tokens, context)
-    bias = None if experts.b_down is None else _weighted_rows(experts.b_down, weights, local)
-    after = _add(x, partial, bias, experts.post_norm, context)
+        output = output + _shared_expert(experts.shared, experts.shared_gate, inner, all_tokens, context)
+    after = _add(x, output, None, experts.post_norm, context)
     if router_loss is None:
         return after, None
-    balance = balance_loss(probs, chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
+    balance = balance_loss(probs, all_chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
     z = z_loss(logits)
     # this layer's share of the mean over routed layers and over all tokens of the step
     loss = (config.balance_loss * balance + config.z_loss * z) * (router_loss.weight / len(config.routed_layers))
-    return add_loss(after, loss), torch.stack((balance, z)).detach()
-
-
-def _weighted_rows(matrix: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """Return the sum of ``weights`` ``[t, k]`` times the ``rows`` ``[t, k]`` of a matrix ``[E, D]``: ``[t, D]``."""
-    chosen = matrix.index_select(0, rows.flatten()).unflatten(0, rows.shape)
-    return torch.bmm(weights.unsqueeze(1), chosen).squeeze(1)
+    sums = torch.cat((torch.stack((balance, z)).detach(), expert_loads(chosen, config.n_experts)))
+    return add_loss(after, loss), sums
 
 
 @lru_cache(maxsize=64)

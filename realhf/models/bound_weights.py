@@ -13,6 +13,7 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank, column_keys, stacked
 from realhf.models.quantized_matrix import Matrix
 from realhf.models.quantized_params import QuantizedParams
+from realhf.models.routed_mlps import RoutedMlps
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,22 @@ class BoundWeights:
         return Experts(
             norm=norm,
             router=self.leaf(f"{prefix}router"),
-            up=self.leaf(f"{prefix}experts.up"),
-            down=self.leaf(f"{prefix}experts.down"),
+            mlps=self._routed_mlps(f"{prefix}experts."),
             post_norm=post_norm,
-            up_adapter=self.adapter(f"{prefix}experts.up"),
-            down_adapter=self.adapter(f"{prefix}experts.down"),
             choice_bias=optional("choice_bias"),
             shared=shared,
             shared_gate=optional("shared_gate"),
             b_router=optional("b_router"),
-            b_up=optional("experts.b_up"),
-            b_down=optional("experts.b_down"),
+        )
+
+    def _routed_mlps(self, prefix: str) -> RoutedMlps:
+        b_down = f"{prefix}b_down"
+        return RoutedMlps(
+            up=self.leaf(f"{prefix}up"),
+            down=self.leaf(f"{prefix}down"),
+            up_adapter=self.adapter(f"{prefix}up"),
+            down_adapter=self.adapter(f"{prefix}down"),
+            b_up=self.optional(f"{prefix}b_up"),
+            b_down=self.optional(b_down),
+            first_column=self.base.box(b_down)[1][0] if b_down in self.base.names else 0,
         )

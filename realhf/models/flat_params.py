@@ -1,7 +1,8 @@
 """All parameters of a shard in one flat tensor, so that transfers, optimizer steps and releases are one operation.
 
 Matrices come first, then vectors (which have no weight decay). Each group is ordered by layer and then as declared, so
-that a fused product reads its weights as one wider view of the same memory.
+that a fused product reads its weights as one wider view of the same memory. Experts that fewer replicas hold than the
+other parameters follow in a segment of their own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,24 @@ class _Entry:
     stop: int
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of the flat tensor: matrices from ``start`` to ``n_matrix``, vectors to ``end``, padding to ``stop``."""
+
+    start: int
+    n_matrix: int
+    end: int
+    stop: int
+
+
 class FlatParams:
     """The parameters named in ``boxes``, of each the slice given by its box.
 
     ``data`` is the flat tensor, initially zero and padded to a multiple of ``pad_to`` elements; its first ``n_matrix``
-    elements belong to matrices, those up to ``end`` to vectors. ``grad``, after ``enable_grad``, is a float32 tensor of
-    the same length; so is ``average``, after the first ``lerp_`` of bfloat16 parameters. With ``shared_name``, ``data``
-    is in shared host memory of that name, which other processes can map.
+    elements belong to matrices, those up to ``end`` to vectors. With ``experts_apart`` these are the first of two
+    ``segments``, and experts are the second. ``grad``, after ``enable_grad``, is a float32 tensor of the same length;
+    so is ``average``, after the first ``lerp_`` of bfloat16 parameters. With ``shared_name``, ``data`` is in shared
+    host memory of that name, which other processes can map.
     """
 
     def __init__(
@@ -39,20 +51,15 @@ class FlatParams:
         device: torch.device | str,
         pad_to: int = 1,
         shared_name: str = "",
+        experts_apart: bool = False,
     ) -> None:
         local = [spec for spec in specs if spec.name in boxes]
         assert len(local) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in local})}"
         self._entries: dict[str, _Entry] = {}
-        self.n_matrix = end = 0
-        for spec in sorted(local, key=lambda spec: (not spec.is_matrix, spec.layer)):
-            box = boxes[spec.name]
-            assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
-            self._entries[spec.name] = _Entry(spec, box, end, end + box_numel(box))
-            end = self._entries[spec.name].stop
-            if spec.is_matrix:
-                self.n_matrix = end
-        self.end = end
-        numel = -(-end // pad_to) * pad_to
+        experts = [spec for spec in local if experts_apart and spec.is_expert]
+        first = self._place([spec for spec in local if spec not in experts], boxes, 0, pad_to)
+        self.segments = (first, *([self._place(experts, boxes, first.stop, pad_to)] if experts else []))
+        self.n_matrix, self.end, numel = first.n_matrix, first.end, self.segments[-1].stop
         self.shared = SharedBuffer(numel * dtype.itemsize, shared_name) if shared_name else None
         if self.shared is None:
             self.data = torch.zeros(numel, dtype=dtype, device=device)
@@ -67,6 +74,18 @@ class FlatParams:
         self._grad_of: Callable[..., Tensor] | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
         self._boxes: dict[tuple[str, Box], Tensor] = {}
+
+    def _place(self, specs: Sequence[ParamSpec], boxes: Mapping[str, Box], start: int, pad_to: int) -> Segment:
+        """Place these parameters from ``start`` on, which is a multiple of ``pad_to``."""
+        end = n_matrix = start
+        for spec in sorted(specs, key=lambda spec: (not spec.is_matrix, spec.layer)):
+            box = boxes[spec.name]
+            assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
+            self._entries[spec.name] = _Entry(spec, box, end, end + box_numel(box))
+            end = self._entries[spec.name].stop
+            if spec.is_matrix:
+                n_matrix = end
+        return Segment(start, n_matrix, end, -(-end // pad_to) * pad_to)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -235,7 +254,8 @@ class FlatParams:
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
         self.n_allocations += 1
         self.is_free = False
-        self.data[self.end :].zero_()
+        for segment in self.segments:
+            self.data[segment.end : segment.stop].zero_()
         if self.grad is not None:
             self.grad.zero_()
 

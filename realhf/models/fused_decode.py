@@ -80,12 +80,12 @@ def fuse_blocks(
     quantization saves.
     """
     first = blocks[0].attention.wqkv
-    if first is None or isinstance(first, QuantizedMatrix):
+    if first is None or isinstance(first, QuantizedMatrix) or not config.is_fusable:
         return None
     adapters = dict(_adapters(blocks))
     fits_bf16 = first.dtype == torch.bfloat16 and not _has_bf16_instructions() and not adapters
     fits = first.dtype == torch.float32 or fits_bf16
-    if not fits or not config.is_fusable or extension.kernel("decode_blocks", first.device.type) is None:
+    if not fits or extension.kernel("decode_blocks", first.device.type) is None:
         return None
     weights = [weight for block in blocks for weight in _weights(block)]
     weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]
@@ -98,6 +98,7 @@ def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
     """Yield the adapters and the indices of their weights, as ``_weights`` orders them."""
     for start, block in zip(count(0, N_WEIGHTS), blocks, strict=False):
         attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, Mlp), "``is_fusable`` checks this"
         adapters = (attention.qkv_adapter, attention.o_adapter, mlp.up_adapter, mlp.down_adapter)
         for index, adapter in zip((2, 6, 11, 13), adapters, strict=True):
             if adapter is not None:

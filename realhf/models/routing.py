@@ -73,14 +73,25 @@ class StageRouters:
         self._config, self._layers = config, layers
         self._routed = tuple(index for index, layer in enumerate(layers) if layer in config.routed_layers)
 
+    def __len__(self) -> int:
+        return len(self._routed)
+
+    def place(self, index: int) -> int:
+        """Return the place of a block of the stage among its routed ones."""
+        return self._routed.index(index)
+
+    @property
+    def first(self) -> int:
+        """The place of the first one among the routed layers of the model."""
+        return self._config.routed_layers.index(self._layers[self._routed[0]]) if self._routed else 0
+
     def new_cache(self, n_slots: int, max_len: int, device: torch.device) -> ExpertCache:
         return ExpertCache(self._config, len(self._routed), n_slots, max_len, device)
 
     def replay(self, experts: Tensor, local: slice) -> Replay:
         """Return the ``local`` tokens and the stage's layers of ``experts``, ``[T, L * k]`` of all routed layers."""
-        routed = self._config.routed_layers
-        first = routed.index(self._layers[self._routed[0]]) if self._routed else 0
-        own = experts[local].unflatten(1, (len(routed), -1))[:, first : first + len(self._routed)]
+        n_layers, first = len(self._config.routed_layers), self.first
+        own = experts[local].unflatten(1, (n_layers, -1))[:, first : first + len(self._routed)]
         return Replay(own, self._routed)
 
     def recording(self, cache: ExpertCache | None, slots: Tensor, positions: Tensor) -> Recording | None:

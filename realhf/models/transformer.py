@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
+from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
@@ -65,11 +66,12 @@ class Transformer:
         sequence_parallel: bool = False,
         base: FlatParams | None = None,
         tp_overlap: bool = False,
+        expert_region: ExpertRegion | None = None,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
         self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
-        self.tp_overlap = tp_overlap
+        self.tp_overlap, self.expert_region = tp_overlap, expert_region
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
         assert self.layers, "a stage has at least one layer"
         self._routers = StageRouters(config, self.layers)
@@ -88,7 +90,8 @@ class Transformer:
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
-        self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = len(self._routers), 2 + config.n_experts
+        self._router_sums = torch.zeros(sums, dtype=torch.float64, device=self.device)
         self.on_backward: Callable[[int, Tensor], None] | None = None
         """Called in a backward pass with a layer, or the number of layers, and the gradient of its input."""
         self.memory: LayerMemory | None = None  # with ZeRO-2 and ZeRO-3
@@ -102,13 +105,15 @@ class Transformer:
         """The type of activations."""
         return self.base.data.dtype
 
-    def pop_router_losses(self) -> Tensor:
-        """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
+    def pop_router_sums(self) -> Tensor:
+        """Return and reset the sums of ``balance_loss``, ``z_loss`` and the tokens of experts, ``[L, 2 + E]`` float64.
 
-        The sums are over this worker's tokens and layers in passes with a ``token_weight``.
+        They are of all routed layers of the model, zero in those of other stages, over this worker's tokens in passes
+        with a ``token_weight``.
         """
-        sums, self._router_loss_sums = self._router_loss_sums, torch.zeros_like(self._router_loss_sums)
-        return sums
+        sums, self._router_sums = self._router_sums, torch.zeros_like(self._router_sums)
+        first = self._routers.first
+        return F.pad(sums, (0, 0, first, len(self.config.routed_layers) - first - len(sums)))
 
     def tp_region(self, n_tokens: int) -> TensorParallelRegion:
         """Return the tensor-parallel region of a pass; tokens are sharded only in training."""
@@ -224,7 +229,7 @@ class Transformer:
     @property
     def waits_for_experts(self) -> bool:
         """Whether the host reads in every routed layer how many tokens each expert has."""
-        return any(isinstance(block.mlp, Experts) and not block.mlp.are_grouped for block in self.weights.blocks)
+        return any(isinstance(block.mlp, Experts) and not block.mlp.mlps.are_grouped for block in self.weights.blocks)
 
     def decode(
         self,
@@ -288,7 +293,7 @@ class Transformer:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
         recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
-                                 routing, dropout, recompute is Recompute.selective)  # fmt: skip
+                                 routing, dropout, self.expert_region, recompute is Recompute.selective)  # fmt: skip
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
         for index, block in enumerate(weights.blocks):
@@ -299,7 +304,7 @@ class Transformer:
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)
             if losses is not None:
-                self._router_loss_sums += losses
+                self._router_sums[self._routers.place(index)] += losses
         if self.on_backward is not None and x.requires_grad:
             x.register_hook(partial(self.on_backward, self.layers[-1] + 1))
         if self.memory is not None:

@@ -17,15 +17,26 @@ TINY = 1e-20
 class ExpertOrder:
     """The permutation that sorts (token, expert) pairs by expert, ``order`` ``[T*k]``, and its ``inverse``.
 
-    Pair ``k*t + j`` is the j-th expert of token t. ``sizes`` are the numbers of pairs per expert in host memory. For
-    grouped products ``ends`` has the end of every expert's pairs on the device, ``[E]`` int32, and there are no sizes.
+    Pair ``k*t + j`` is the j-th expert of token t; ``experts`` are those of the sorted pairs. ``sizes`` are the numbers
+    of pairs per expert in host memory. For grouped products ``ends`` has the end of every expert's pairs on the device,
+    ``[E]`` int32, and there are no sizes. Where pairs of other experts are left out, ``is_partial``, these have a place
+    after all others in ``inverse``; in grouped products they are the ``tail`` of the sorted pairs, ``[T*k, 1]`` bool.
     """
 
     order: Tensor
     inverse: Tensor
+    experts: Tensor
     top_k: int
     sizes: tuple[int, ...] = ()
     ends: Tensor | None = None
+    is_partial: bool = False
+    tail: Tensor | None = None
+
+    def by_pair(self, sorted_rows: Tensor) -> Tensor:
+        """Return the rows of all pairs, ``[T*k, ...]``; zero for those that are left out."""
+        if self.is_partial:
+            sorted_rows = torch.cat((sorted_rows, sorted_rows.new_zeros(1, *sorted_rows.shape[1:])))
+        return sorted_rows.index_select(0, self.inverse)
 
 
 @dataclass(frozen=True)
@@ -100,18 +111,29 @@ def has_grouped_kernel(*weights: Tensor) -> bool:
     return all(fits) and torch.cuda.get_device_capability(weights[0].device)[0] in GROUPED_CAPABILITIES
 
 
-def sort_by_expert(experts: Tensor, n_experts: int, grouped: bool = False) -> ExpertOrder:
+def sort_by_expert(
+    experts: Tensor, n_experts: int, grouped: bool = False, numbers: Tensor | None = None
+) -> ExpertOrder:
     """Sort the pairs of ``experts`` ``[T, k]`` stably by expert, for grouped products or for one product per expert.
 
-    The latter waits for the device once, for the sizes.
+    The latter waits for the device once, for the sizes. ``numbers`` ``[E]`` int64 renumbers the experts; pairs with
+    the number ``n_experts`` are left out.
     """
-    flat = experts.flatten()
+    flat = experts.flatten() if numbers is None else numbers.index_select(0, experts.flatten())
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = _counts(flat, n_experts)
+    counts, ends, tail, sizes = _counts(flat, n_experts + 1)[:n_experts], None, None, ()
     if grouped:
-        return ExpertOrder(order, inverse, experts.shape[1], ends=counts.cumsum(0, dtype=torch.int32))
-    return ExpertOrder(order, inverse, experts.shape[1], tuple(counts.tolist()))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        if numbers is not None:
+            tail = (torch.arange(len(order), device=order.device) >= ends[-1])[:, None]
+            inverse = torch.where(inverse < ends[-1], inverse, len(order))
+    else:
+        sizes = tuple(counts.tolist())
+        if numbers is not None:
+            order, inverse = order[: sum(sizes)], inverse.clamp(max=sum(sizes))
+    chosen = flat.index_select(0, order).clamp(max=n_experts - 1)
+    return ExpertOrder(order, inverse, chosen, experts.shape[1], sizes, ends, numbers is not None, tail)
 
 
 def _counts(index: Tensor, size: int) -> Tensor:
@@ -127,14 +149,14 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.order.inverse).unflatten(0, (-1, ctx.order.top_k)).sum(1), None
+        return ctx.order.by_pair(grad).unflatten(0, (-1, ctx.order.top_k)).sum(1), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: ExpertOrder) -> Tensor:
         ctx.order = order
-        return y.index_select(0, order.inverse)
+        return order.by_pair(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -173,18 +195,24 @@ class _GroupedLinear(torch.autograd.Function):
     """One launch for all experts. Autograd of torch's operation passes it gradients with strides that it refuses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.order = order
+        return _without_tail(F.grouped_mm(x, weight.transpose(1, 2), offs=order.ends), order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ends = ctx.saved_tensors
+        (x, weight), ends = ctx.saved_tensors, ctx.order.ends
         need_x, need_weight = ctx.needs_input_grad[:2]
         grad = grad.contiguous()
-        grad_x = F.grouped_mm(grad, weight, offs=ends) if need_x else None
+        grad_x = _without_tail(F.grouped_mm(grad, weight, offs=ends), ctx.order) if need_x else None
         grad_weight = F.grouped_mm(grad.t(), x, offs=ends) if need_weight else None
         return grad_x, grad_weight, None
+
+
+def _without_tail(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Set the rows to zero that a grouped product has not computed."""
+    return rows if order.tail is None else rows.masked_fill_(order.tail, 0.0)
 
 
 def dispatch(x: Tensor, order: ExpertOrder) -> Tensor:
@@ -192,16 +220,21 @@ def dispatch(x: Tensor, order: ExpertOrder) -> Tensor:
     return _Dispatch.apply(x, order)
 
 
+def collect(y: Tensor, order: ExpertOrder) -> Tensor:
+    """Return the rows of sorted pairs ``[T*k, D]`` in the order of the pairs."""
+    return _Collect.apply(y, order)
+
+
 def grouped_linear(x: Tensor, weight: Tensor, order: ExpertOrder) -> Tensor:
     """Multiply each expert's tokens by its matrix: ``[T*k, D]`` and ``[E, out, D]`` to ``[T*k, out]``."""
     if order.ends is not None:
-        return _GroupedLinear.apply(x, weight, order.ends)
+        return _GroupedLinear.apply(x, weight, order)
     return _SplitLinear.apply(x, weight, order.sizes)
 
 
 def combine(y: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     """Return the weighted sum over each token's experts, ``[T, D]``, of ``y`` ``[T*k, D]`` with weights ``[T, k]``."""
-    per_token = _Collect.apply(y, order).unflatten(0, (-1, order.top_k))
+    per_token = collect(y, order).unflatten(0, (-1, order.top_k))
     return torch.bmm(weights.unsqueeze(1), per_token).squeeze(1)
 
 
@@ -220,6 +253,25 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     lengths = _counts(rows, n_rows)
     fractions = (counts / lengths.clamp(min=1)[:, None]).index_select(0, rows[local])
     return n_experts * (fractions * probs).sum()
+
+
+def expert_loads(experts: Tensor, n_experts: int) -> Tensor:
+    """Return the number of tokens of every expert, ``[E]`` float32, of the experts ``[T, k]`` of tokens."""
+    return _counts(experts.flatten(), n_experts).float()
+
+
+def load_ratios(loads: Tensor, ep: int) -> dict[str, float]:
+    """Return the largest load over the mean, 1 for balanced ones, as a mean over layers, of loads ``[L, E]``.
+
+    ``router_max_load`` is that of experts, ``router_max_rank_load`` that of the ranks of expert parallelism.
+    """
+    n_experts = loads.shape[1]
+    starts = [part * n_experts // ep for part in range(ep + 1)]
+    by_rank = torch.stack([loads[:, a:b].sum(1) for a, b in zip(starts, starts[1:], strict=False)], 1)
+    ratio = lambda some: (some.amax(1) / some.mean(1).clamp(min=1.0)).mean()
+    names = ("router_max_load", "router_max_rank_load") if ep > 1 else ("router_max_load",)
+    ratios = torch.stack([ratio(some) for some in (loads, by_rank)]).tolist()
+    return dict(zip(names, ratios, strict=False))
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, LoraOptions, LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
 from realhf.api.model_config import Lora, ModelConfig
 from realhf.arch.hf_config import read_hf_config
@@ -44,7 +44,6 @@ def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True, overlap: b
     return ShardedLayout(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence, overlap)
 
 
-AXES = ("dp", "tp", "pp")
 LAYOUTS: Mapping[str, ShardedLayout] = {
     "whole": _sharded((0,), "d1t1p1"),
     "t2": _sharded((0, 1), "t2"),
@@ -57,6 +56,17 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
     "d2t2": _sharded((0, 1, 2, 3), "d2t2"),
     "d2t2 overlapped": _sharded((1, 0, 3, 2), "d2t2", overlap=True),
     "d2t2p2": _sharded((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2", overlap=True),
+}
+EXPERT_LAYOUTS: Mapping[str, ShardedLayout] = {
+    "t2e2": _sharded((1, 2), "t2e2"),
+    "t2e2 without sequence": _sharded((1, 0), "t2e2", sequence=False),
+    "t4e2": _sharded((0, 1, 2, 3), "t4e2"),
+    "d2e2": _sharded((0, 1), "d2e2"),
+    "d4e2": _sharded((1, 0, 3, 2), "d4e2", overlap=True),
+    "d2t2e2": _sharded((0, 1, 2, 3), "d2t2e2"),
+    "d2t2e4": _sharded((3, 1, 0, 2), "d2t2e4", overlap=True),
+    "d2t2e4 without sequence": _sharded((0, 1, 2, 3), "d2t2e4", sequence=False),
+    "d2p2e2": _sharded((2, 1, 0, 3), "d2p2e2"),
 }
 
 
@@ -90,15 +100,16 @@ def job(
 ) -> dict[tuple[str, str], WorkerResult]:
     """Run each model in one layout after the other; each layout loads what the previous one saved."""
     grad_reduction.BUCKET_NUMEL = 500
-    layouts = [LAYOUTS[name].layout for name in names]
+    every = LAYOUTS | EXPERT_LAYOUTS
+    layouts = [every[name].layout for name in names]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
     results = {}
     for model, initial in models.items():
         for name in names:
             where = root / model / name
-            if rank in LAYOUTS[name].layout.mesh.ranks:
-                engine = engine_on(initial, LAYOUTS[name], rank, groups)
+            if rank in every[name].layout.mesh.ranks:
+                engine = engine_on(initial, every[name], rank, groups)
                 engine.save(where / "saved")
                 results[model, name] = run(engine)
                 engine.save(where / "trained")
@@ -157,7 +168,7 @@ def run(engine: NativeEngine) -> WorkerResult:
         if set(keys) <= rows.columns.keys()
     }
     sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
-    if not is_critic:
+    if not is_critic and strategy.expert_dp == 1:
         is_routed = bool(engine.config.n_experts)
         responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5, record_experts=is_routed)
         sampled |= {"routed_experts": {}} if is_routed else {}

@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from realhf.api.config import ModelSpec, OptimizerConfig, Recompute
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext, make_groups
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.column_parallel import column_parallel
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.low_rank import linear
-from tests.models.sharding import AXES, LENGTHS, STEP, batch_of, likelihood
+from tests.models.sharding import LENGTHS, STEP, batch_of, likelihood
 from tests.models.tiny_models import hf_model
 
 FAMILIES = ("llama", "qwen2", "gpt2", "mixtral")

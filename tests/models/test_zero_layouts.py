@@ -15,13 +15,13 @@ from realhf.api.config import LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.config.choices import Recompute
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import ParallelContext, make_groups
 from realhf.models.engine import grad_reduction
 from realhf.models.engine.native import NativeEngine, build_engine
-from tests.models.sharding import AXES, LENGTHS, TEMPERATURE, batch_of, likelihood, regression
+from tests.models.sharding import LENGTHS, TEMPERATURE, batch_of, likelihood, regression
 from tests.models.tiny_models import hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

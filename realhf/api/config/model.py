@@ -87,6 +87,11 @@ class ModelSpec:
         "or what the planner chooses (auto: 1 or 3)",
         ZERO_STAGE,
     )
+    router_bias_update_rate: float = opt(
+        0.0,
+        "step of the biases that balance routed experts without a loss, as in DeepSeek-V3 (0: constant)",
+        NON_NEGATIVE,
+    )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
@@ -103,6 +108,7 @@ class ParallelConfig:
     data_parallel_size: int = opt(1, "data-parallel size", COUNT)
     tensor_parallel_size: int = opt(1, "tensor-parallel size", COUNT)
     pipeline_parallel_size: int = opt(1, "pipeline-parallel size", COUNT)
+    expert_parallel_size: int = opt(1, "expert-parallel size, within data and tensor parallelism", COUNT)
 
 
 @dataclass

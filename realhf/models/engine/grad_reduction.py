@@ -67,14 +67,16 @@ def plan_buckets(params: Iterable[ParamRange], range_size: int, max_numel: int) 
 class OverlappedReduction:
     """Reduces a shard's gradient over its replicas during the last backward pass of a step.
 
-    The gradients of ``late`` parameters change after the backward pass. Operations start in the order of
-    ``plan_buckets``, which all replicas share. ``start`` is called before the last backward pass, ``backward_ended``
-    after it, before any other collective of the group, and also by replicas without rows.
+    ``grad`` is that of the first segment. The gradients of ``late`` parameters change after the backward pass.
+    Operations start in the order of ``plan_buckets``, which all replicas share. ``start`` is called before the last
+    backward pass, ``backward_ended`` after it, before any other collective of the group, and also by replicas without
+    rows.
     """
 
     def __init__(self, params: FlatParams, grad: Tensor, group: Group, late: frozenset[str]) -> None:
         spans = [(params.span(name), params.spec(name).layer, name in late) for name in params.names]
-        ranges = [ParamRange(span.start, span.stop, layer, is_late) for span, layer, is_late in spans]
+        ranges = [ParamRange(span.start, span.stop, layer, is_late) for span, layer, is_late in spans
+                  if span.stop <= len(grad)]  # fmt: skip
         self.buckets = plan_buckets(ranges, len(grad) // group.size, BUCKET_NUMEL)
         self._grad, self._group = grad, group
         self._pending: list[dist.Work] = []

@@ -21,6 +21,7 @@ from realhf.arch.lora import base_specs, own_specs
 from realhf.arch.param_specs import stage_layers
 from realhf.base.seeds import stable_seed
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.expert_parallel import expert_region
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, Loss, LossFn
@@ -40,6 +41,7 @@ from realhf.models.low_rank import Dropout, token_keys
 from realhf.models.peft_folder import load_peft, merged_names, merged_parameter, save_peft
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
+from realhf.ops.moe import load_ratios
 from realhf.ops.rows import to_floats
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
@@ -93,11 +95,12 @@ class NativeEngine:
         return self._broadcast_from_last(torch.cat(rows) if rows else torch.empty(0))
 
     def _with_fillers(self, packings: list[Packing]) -> list[Packing]:
-        """Append fillers where all replicas must make as many passes, because layers have collectives."""
-        if self.model.memory is None:
+        """Append fillers where replicas must make as many passes, because layers have collectives among them."""
+        group = self.context.group("dp" if self.model.memory is not None else "ep")
+        if group.size == 1:
             return packings
         n = torch.tensor([len(packings)], device=self.context.device)
-        missing = int(self.context.group("dp").all_max(n)) - len(packings)
+        missing = int(group.all_max(n)) - len(packings)
         return packings + [filler(self.context.device)] * missing
 
     def _broadcast_from_last(self, result: Tensor) -> Tensor:
@@ -139,11 +142,13 @@ class NativeEngine:
             reduction.backward_ended()
         if self.model.memory is not None:
             self.model.memory.finish()
-        stats = {**_sum_stats(losses, batches), **self._router_stats(sum(batch.lengths("tokens")))}
+        loads, router_stats = self._router_stats(float(sum(batch.lengths("tokens"))))
+        stats = {**_sum_stats(losses, batches), **router_stats}
         if self._exceeds(stats, limits or {}):
             self.optimizer.discard()
             return {**stats, "step_skipped": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
+        self.optimizer.balance_experts(loads, self.role.spec.router_bias_update_rate)
         norm = self.optimizer.step(lr)
         return {**stats, "step_skipped": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
@@ -157,15 +162,24 @@ class NativeEngine:
         keys = token_keys(seeds, packing.lengths, packing.tokens.device)
         return replace(packing, dropout=Dropout(keys, rate))
 
-    def _router_stats(self, n_tokens: int) -> Stats:
-        """Return the router losses: means over routed layers, summed over the tokens of this replica."""
+    def _router_stats(self, weight: float) -> tuple[Mapping[int, Tensor], Stats]:
+        """Return the tokens per expert of all replicas by routed layer, ``[E]``, and statistics.
+
+        These are the router losses of this replica's tokens and the balance of experts, means over routed layers. They
+        have the ``weight`` of this replica, its number of tokens.
+        """
         if not self.config.n_experts:
-            return {}
-        sums = self.model.pop_router_losses()
+            return {}, {}
+        sums = self.model.pop_router_sums()
         for axis in ("tp", "pp") if self.model.sequence_parallel else ("pp",):  # without it every rank has all tokens
             self.context.group(axis).all_reduce(sums)
-        balance, z = (sums / len(self.config.routed_layers)).tolist()
-        return {"router_balance_loss": (balance, float(n_tokens)), "router_z_loss": (z, float(n_tokens))}
+        balance, z = sums[:, :2].mean(0).tolist()
+        loads = self.context.group("dp").all_reduce(sums[:, 2:].contiguous())
+        ratios = load_ratios(loads, self.context.layout.strategy.ep)
+        return dict(zip(self.config.routed_layers, loads, strict=True)), {
+            "router_balance_loss": (balance, weight), "router_z_loss": (z, weight),
+            **{name: (ratio * weight, weight) for name, ratio in ratios.items()},
+        }  # fmt: skip
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
@@ -201,7 +215,8 @@ class NativeEngine:
         return group.all_reduce(total).to(sums.device)
 
     def save(self, path: Path) -> None:
-        if self.context.coord.dp != 0 and not self.context.layout.strategy.zero3:
+        strategy = self.context.layout.strategy
+        if self.context.coord.dp >= strategy.dp // strategy.n_replicas:
             return
         writer = self.context.layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
@@ -235,9 +250,9 @@ class NativeEngine:
         params = self.params if name in {spec.name for spec in own_specs(self.config)} else self.model.base
         dtype, layout, strategy = params.data.dtype, self.context.layout, self.context.layout.strategy
         full = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=dtype)
-        replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp == 0)
-        first = Layout(DeviceMesh(replica), ParallelStrategy(1, strategy.tp, strategy.pp))
-        source = layout if strategy.zero3 else first
+        replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp < strategy.expert_dp)
+        first = replace(strategy, dp=strategy.expert_dp, zero3=False)
+        source = layout if strategy.zero3 else Layout(DeviceMesh(replica), first)
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
         copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
@@ -300,7 +315,8 @@ def build_engine(
     dtype = own_dtype(role)
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
     strategy = context.layout.strategy
-    optimizer_type, pad_to = _optimizer(role, strategy.n_replicas) if has_optimizer else (None, strategy.n_replicas)
+    replicas = 1 if strategy.zero3 else strategy.dp
+    optimizer_type, pad_to = _optimizer(role, replicas) if has_optimizer else (None, replicas)
     params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
     base = None
     if config.lora is not None:
@@ -319,7 +335,7 @@ def build_engine(
     tp_overlap = context.device.type == "cuda" if role.spec.tp_overlap is None else role.spec.tp_overlap
     used = gathered_params(config, params, context) if strategy.zero3 else params
     model = Transformer(config, used, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base,
-                        tp_overlap)  # fmt: skip
+                        tp_overlap, expert_region(config.n_experts, context))  # fmt: skip
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce
     overlap = context.device.type == "cuda" if overlap is None else overlap
@@ -357,7 +373,7 @@ def empty_shard(
     """Return the parameters that a role owns in a rank's shard, all zero; on device ``meta`` without memory."""
     specs = own_specs(config)
     boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
-    return FlatParams(specs, boxes, dtype, device, pad_to, shared_name)
+    return FlatParams(specs, boxes, dtype, device, pad_to, shared_name, layout.strategy.expert_dp > 1)
 
 
 def _optimizer(role: RoleSpec, dp: int) -> tuple[type[ShardedAdamW], int]:

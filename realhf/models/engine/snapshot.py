@@ -3,7 +3,7 @@
 A checkpoint is a layout on disk. For every model shard the first replica writes ``weights`` (and ``average``, the
 float32 moving average of bfloat16 weights); every replica writes its range of the optimizer state: ``first``,
 ``second`` and, for bfloat16 weights, ``master``. All of them are flat (models/flat_params.py). In a ZeRO-3 layout every
-worker is a model shard of its own.
+worker is a model shard of its own. Where data-parallel ranks divide experts, those have a range of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from torch import Tensor
 from realhf.api.layout import Coord, Layout
 from realhf.api.param_box import intersect, relative
 from realhf.models.engine.native import NativeEngine, empty_shard
+from realhf.models.engine.optimizer import EXPERTS
 
 Read = Callable[[int], Mapping[str, Tensor]]
 """Returns the tensors that a rank of the saved layout wrote."""
@@ -25,7 +26,8 @@ WEIGHTS, AVERAGE, STEPS = "weights", "average", "steps"
 def snapshot(engine: NativeEngine) -> dict[str, Tensor]:
     """Return copies in host memory of the tensors that this worker saves; none if other workers save all of them."""
     state: dict[str, Tensor] = {}
-    if engine.context.coord.dp == 0 or engine.context.layout.strategy.zero3:
+    strategy = engine.context.layout.strategy
+    if engine.context.coord.dp < strategy.dp // strategy.n_replicas:
         state[WEIGHTS] = engine.params.data
         if engine.params.average is not None:
             state[AVERAGE] = engine.params.average
@@ -44,8 +46,9 @@ def restore(engine: NativeEngine, saved: Layout, read: Read) -> None:
         engine.params.average = flats[AVERAGE].to(engine.params.data.device)
     if engine.optimizer is None:
         return
-    for name, tensor in engine.optimizer.state.items():
-        tensor.copy_(flats[name][engine.optimizer.start : engine.optimizer.stop])
+    for some in engine.optimizer.ranges:
+        for name, tensor in some.state.items():
+            tensor.copy_(flats[name][some.start : some.stop])
     engine.optimizer.steps = steps
 
 
@@ -53,7 +56,7 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
     """Return this worker's flat tensors, merged over the saved shards and replicas, and the number of steps."""
     params, strategy, coord = engine.params, engine.context.layout.strategy, engine.context.coord
     numel, steps = params.data.numel(), 0
-    if (saved.strategy.tp, saved.strategy.pp, saved.strategy.n_shards) == (strategy.tp, strategy.pp, strategy.n_shards):
+    if saved.strategy.pp == strategy.pp and saved.strategy.cuts == strategy.cuts and strategy.expert_dp == 1:
         number = strategy.shard_number(coord.dp, coord.tp)
         state = _read_shard(saved, coord.pp, number, read)  # it differs only in the padding at its end
         steps = int(state.pop(STEPS, torch.zeros(1)))
@@ -62,7 +65,7 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
     flats: dict[str, Tensor] = {}
     for pp, number in product(range(saved.strategy.pp), range(saved.strategy.n_shards)):
         first, *_ = _replicas(saved, pp, number)
-        shard = empty_shard(engine.config, saved, first, params.data.dtype, "meta")
+        shard = empty_shard(engine.config, saved, first, params.data.dtype, "meta", saved.strategy.dp)
         common = {name: both for name in set(shard.names) & set(params.names)
                   if (both := intersect(shard.box(name), params.box(name)))}  # fmt: skip
         if not common:
@@ -86,9 +89,14 @@ def _replicas(layout: Layout, pp: int, number: int) -> list[int]:
 def _read_shard(saved: Layout, pp: int, number: int, read: Read) -> dict[str, Tensor]:
     """Return the flat tensors of a saved model shard; the ranges of the optimizer are concatenated."""
     holders = _replicas(saved, pp, number)
-    replicas = sorted(holders)  # ranges are ordered by rank
-    parts = {rank: read(rank) for rank in replicas}
-    first = parts[holders[0]]
+    first = read(holders[0])
     state = {name: first[name] for name in (WEIGHTS, AVERAGE, STEPS) if name in first}
-    ranged = [name for name in first if name not in state]
-    return state | {name: torch.cat([parts[rank][name] for rank in replicas]) for name in ranged}
+    ranged = [name for name in first if name not in state and not name.startswith(EXPERTS)]
+    all_holders = holders if saved.strategy.zero3 else saved.axis("dp", holders[0])
+    parts = {rank: read(rank) for rank in sorted({*holders, *all_holders})}  # ranges are ordered by rank
+    for name in ranged:
+        ranges = [parts[rank][name] for rank in sorted(all_holders)]
+        if f"{EXPERTS}{name}" in first:
+            ranges += [parts[rank][f"{EXPERTS}{name}"] for rank in sorted(holders)]
+        state[name] = torch.cat(ranges)
+    return state

@@ -6,7 +6,7 @@ from itertools import chain
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph, Kind
-from realhf.api.layout import Layout
+from realhf.api.layout import AXES, Layout
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 
@@ -84,7 +84,7 @@ def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, La
 def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the process groups of the program, in the order in which every worker creates them."""
     layouts = [step.layout for step in chain.from_iterable(program.values()) if isinstance(step, Compute)]
-    axes = ((layout, axis) for layout in layouts for axis in ("dp", "tp", "pp"))
+    axes = ((layout, axis) for layout in layouts for axis in AXES)
     groups = dict.fromkeys(layout.axis(axis, rank) for layout, axis in axes for rank in layout.mesh.ranks)
     return tuple(members for members in groups if len(members) > 1)
 

@@ -7,13 +7,14 @@ from functools import cached_property, lru_cache
 from itertools import product
 
 from realhf.api.layout import Layout, ParallelStrategy
-from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, numbered_box
+from realhf.api.param_box import Box, Cuts, ParamSpec, box_numel, intersect, numbered_box
 
 Stages = Callable[[int], Sequence[range]]  # maps a number of pipeline stages to the layers of each stage
 ParamBox = tuple[str, Box]  # a parameter name and a box in global coordinates
 ShardCoords = tuple[tuple[int, int], ...]
 """(stage, number of the shard in it) of the shards with the same box, in each replica of the weights."""
-TPSplit = tuple[tuple[int, ...], int | None, int]  # (shape, tp_dim, tp_units), which determine the sharding
+TPSplit = tuple[tuple[int, ...], int | None, int, bool]
+"""(shape, tp_dim, tp_units, is_expert), which determine the sharding."""
 ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
 """For each pair (layer, shared_layer), the number of parameters per sharding."""
 TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]  # (elements, boxes) by (source, destination)
@@ -55,7 +56,7 @@ def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank
     """Return the boxes of a worker's shard by parameter name."""
     at, strategy = layout.coord(rank), layout.strategy
     layers, number = stages(strategy.pp)[at.pp], strategy.shard_number(at.dp, at.tp)
-    boxes = {s.name: numbered_box(s, strategy.tp, strategy.n_shards, number) for s in specs if s.is_in(layers)}
+    boxes = {s.name: numbered_box(s, strategy.cuts, number) for s in specs if s.is_in(layers)}
     return {name: box for name, box in boxes.items() if box is not None}
 
 
@@ -74,7 +75,7 @@ def plan_realloc(
     for spec in specs:
         held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
         needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
-        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, _cuts(src.strategy), _cuts(dst.strategy))
+        boxes = _intersections(*_split(spec), src.strategy.cuts, dst.strategy.cuts)
         for holding, needing, box in boxes:
             shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
             groups.setdefault(shards, []).append((spec.name, box))
@@ -94,7 +95,7 @@ def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
     """Count the parameters with equal sharding, by layers."""
     counts: dict[tuple[int, int | None], Counter[TPSplit]] = {}
     for spec in specs:
-        counts.setdefault((spec.layer, spec.shared_layer), Counter())[spec.shape, spec.tp_dim, spec.tp_units] += 1
+        counts.setdefault((spec.layer, spec.shared_layer), Counter())[_split(spec)] += 1
     return tuple((layers, tuple(of_layers.items())) for layers, of_layers in counts.items())
 
 
@@ -109,31 +110,28 @@ def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst
     sizes: TransferSizes = {}
     for (held_by, needed_by, splits), n_layers in n_equal.items():
         for split, n in splits:
-            for holding, needing, box in _intersections(*split, _cuts(src), _cuts(dst)):
+            for holding, needing, box in _intersections(*split, src.cuts, dst.cuts):
                 shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
                 numel, n_parts = sizes.get(shards, (0, 0))
                 sizes[shards] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
     return sizes
 
 
-def _cuts(strategy: ParallelStrategy) -> tuple[int, int]:
-    return strategy.tp, strategy.n_shards
+def _split(spec: ParamSpec) -> TPSplit:
+    return spec.shape, spec.tp_dim, spec.tp_units, spec.is_expert
 
 
 @lru_cache(maxsize=4096)
 def _intersections(
-    shape: tuple[int, ...], tp_dim: int | None, tp_units: int, src: tuple[int, int], dst: tuple[int, int]
+    shape: tuple[int, ...], tp_dim: int | None, tp_units: int, is_expert: bool, src: Cuts, dst: Cuts
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...], Box], ...]:
-    """Return (numbers of source shards, of destination shards, box) for all intersections of two shardings.
-
-    ``src`` and ``dst`` are their numbers of tensor-parallel ranks and of shards.
-    """
-    spec = ParamSpec("", shape, 0, tp_dim, tp_units)
+    """Return (numbers of source shards, of destination shards, box) for all intersections of two shardings."""
+    spec = ParamSpec("", shape, 0, tp_dim, tp_units, is_expert=is_expert)
     held: dict[Box, list[int]] = {}
     needed: dict[Box, list[int]] = {}
-    for boxes, (tp, n_shards) in ((held, src), (needed, dst)):
-        for number in range(n_shards):
-            if (box := numbered_box(spec, tp, n_shards, number)) is not None:
+    for boxes, cuts in ((held, src), (needed, dst)):
+        for number in range(cuts.n_shards):
+            if (box := numbered_box(spec, cuts, number)) is not None:
                 boxes.setdefault(box, []).append(number)
     return tuple(
         (tuple(holding), tuple(needing), part)

@@ -14,7 +14,7 @@ from torch import Tensor
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import ModelSpec
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.base.errors import RunFailed
 from realhf.comm.process_groups import (
     ParallelContext,
@@ -80,7 +80,7 @@ def _compute(rank: int, folder: str, strategy: ParallelStrategy, rows_file: str,
     torch.set_num_threads(1)
     _store = init_process_group("127.0.0.1", port, rank, strategy.world, "cpu", TIMEOUT_S, None, bytes(32))
     layout = Layout(DeviceMesh(tuple(range(strategy.world))), strategy)
-    members = {layout.axis(axis, r) for axis in ("dp", "tp", "pp") for r in layout.mesh.ranks}
+    members = {layout.axis(axis, r) for axis in AXES for r in layout.mesh.ranks}
     groups = make_groups(sorted(m for m in members if len(m) > 1), rank)
     role = RoleSpec(ModelSpec(path=folder))
     parallel = ParallelContext(layout, rank, groups=groups)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, numbered_box, relative
+from realhf.api.param_box import Box, Cuts, ParamSpec, box_numel, box_shape, intersect, numbered_box, relative
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
@@ -95,10 +95,10 @@ def test_every_element_is_in_one_share() -> None:
             if spec.tp_dim is None or tp <= spec.tp_units:
                 counts = np.zeros(spec.shape)
                 for number in range(tp * n):
-                    if box := numbered_box(spec, tp, tp * n, number):
+                    if box := numbered_box(spec, Cuts(tp, tp * n), number):
                         counts[tuple(slice(*side) for side in box)] += 1
                 assert (counts == (1 if spec.tp_dim is not None else tp)).all(), (spec, tp, n)
-    assert numbered_box(ParamSpec("experts", (2, 5, 30), 1, 1, 5), 1, 10, 9) == ((0, 2), (0, 5), (27, 30))
+    assert numbered_box(ParamSpec("experts", (2, 5, 30), 1, 1, 5), Cuts(1, 10), 9) == ((0, 2), (0, 5), (27, 30))
 
 
 def test_meshes_in_any_order() -> None:
