@@ -15,6 +15,11 @@ MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({S
 AXES = ("dp", "tp", "pp", "ep", "edp")
 
 
+def expert_degrees(dp: int, tp: int) -> list[int]:
+    """Return the possible degrees of expert parallelism: over tensor-parallel ranks, then over replicas."""
+    return [*(n for n in range(1, tp + 1) if tp % n == 0), *(tp * n for n in range(2, dp + 1) if dp % n == 0)]
+
+
 class Coord(NamedTuple):
     pp: int
     dp: int
@@ -44,12 +49,9 @@ class ParallelStrategy:
             raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
         if self.zero3 and self.ep > 1:
             raise ValueError(f"{self}: z3 already shards experts over data-parallel ranks; leave out z3 or e{self.ep}")
-        if self.tp % self.ep and (self.ep % self.tp or self.dp % (self.ep // self.tp)):
-            legal = [n for n in range(1, self.dp * self.tp + 1) if self.tp % n == 0]
-            legal += [self.tp * n for n in range(2, self.dp + 1) if self.dp % n == 0]
-            nearest = min(legal, key=lambda n: abs(n - self.ep))
-            raise ValueError(f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d; "
-                             f"nearest legal: e{nearest}")  # fmt: skip
+        if self.ep not in (legal := expert_degrees(self.dp, self.tp)):
+            raise ValueError(f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d: "
+                             f"{', '.join(map(str, legal))}")  # fmt: skip
 
     @property
     def world(self) -> int:

@@ -118,3 +118,13 @@ def numbered_box(spec: ParamSpec, cuts: Cuts, number: int) -> Box | None:
     box, part, count = shard_box(spec, cuts.expert_tp, number % cuts.expert_tp), number // cuts.expert_tp, spec.shape[0]
     span = part * count // ep, (part + 1) * count // ep
     return (span, *box[1:]) if span[0] < span[1] else None
+
+
+def largest_box(spec: ParamSpec, tp: int, ep: int = 1) -> Box:
+    """Return the box of ``spec`` in the shard with most of it: of divided experts the last one, else the first."""
+    if ep == 1 or not spec.is_expert:
+        return shard_box(spec, tp, 0)
+    cuts = Cuts(tp, max(tp, ep), ep)
+    box = numbered_box(spec, cuts, cuts.n_shards - 1)
+    assert box is not None, "the last shard has the most experts"
+    return box

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, ParamSpec, box_numel, shard_box
+from realhf.api.param_box import Box, ParamSpec, box_numel, largest_box, shard_box
 from realhf.arch.lora import DENSE_MLP, PRODUCTS, base_specs
 
 QUANTIZED = ("wq", "wk", "wv", "wo", *DENSE_MLP)
@@ -82,15 +82,15 @@ def _suggestion(*numbers: int) -> str:
     return f"; {fitting} does" if fitting > 1 else ""
 
 
-def base_nbytes(config: ModelConfig, tp: int, layers: range, itemsize: int) -> int:
-    """Return the bytes of the frozen weights of a stage's first tensor-parallel rank.
+def base_nbytes(config: ModelConfig, tp: int, layers: range, itemsize: int, ep: int = 1) -> int:
+    """Return the bytes of the frozen weights of a stage's largest shard.
 
     ``itemsize`` is that of weights which are not quantized, and of scales.
     """
     names, total = quantized_names(config), 0
     for spec in base_specs(config):
         if spec.is_in(layers):
-            numel = box_numel(shard_box(spec, tp, 0))
+            numel = box_numel(largest_box(spec, tp, ep))
             total += numel * itemsize if spec.name not in names else quantized_nbytes(config, numel, itemsize)
     return total
 

@@ -64,8 +64,9 @@ class Run:
 
     @property
     def curve(self) -> list[dict[str, float]]:
-        """The metrics that do not depend on the speed of the machine."""
-        return [{k: v for k, v in line.items() if not k.startswith(TIMING_METRICS)} for line in self.metrics]
+        """The metrics that do not depend on the speed of the machine or on the layout."""
+        is_result = lambda key: not (key.startswith(TIMING_METRICS) or key.endswith("/router_max_rank_load"))
+        return [{k: v for k, v in line.items() if is_result(k)} for line in self.metrics]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """PPO with a different layout for every call has the curve of one worker."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -20,6 +20,11 @@ PLACES = {  # mesh, and degrees of data, tensor and pipeline parallelism
     "critic_inf": ("1,0", 1, 1, 2),
     "critic_train": ("3,1,2,0", 2, 2, 1),
     "actor_train": ("0-3", 1, 2, 2),
+}
+DIVIDED = {  # with degrees of expert parallelism
+    "actor_gen": ("0-3", 2, 2, 1, 2),
+    "ref_inf": ("2,1", 2, 1, 1, 2),
+    "actor_train": ("3,1,2,0", 2, 2, 1, 4),
 }
 ROUTED = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 ROUTED |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.1}
@@ -47,21 +52,29 @@ def runs(
             f"actor.tokenizer={task.tokenizer}",
         ],
     }
-    four = ["n_gpus_per_node=4", "allocation_mode=manual"]
-    for call, (mesh, *degrees) in PLACES.items():
-        axes = zip(("data", "tensor", "pipeline"), degrees, strict=True)
-        four += [f"{call}.device_mesh={mesh}", *(f"{call}.parallel.{axis}_parallel_size={n}" for axis, n in axes)]
     variants = {kind: options[kind] for kind in KINDS}
-    variants |= {f"{kind}, cut": [*options[kind], *four] for kind in KINDS}
+    variants |= {f"{kind}, cut": [*options[kind], *on_four(PLACES)] for kind in KINDS}
+    variants["routed experts, divided"] = [*options["routed experts"], *on_four(PLACES | DIVIDED),
+                                           "verify_reallocation=True"]  # fmt: skip
     length = ["exp_ctrl.total_train_epochs=2", f"exp_ctrl.total_train_steps={STEPS}"]
     return realhf_all("ppo-math", folder, variants, [*ppo_words, *length])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: dict[str, Run]) -> None:
-    whole, cut = runs[kind], runs[f"{kind}, cut"]
+def on_four(places: Mapping[str, tuple]) -> list[str]:
+    options = ["n_gpus_per_node=4", "allocation_mode=manual"]
+    for call, (mesh, *degrees) in places.items():
+        axes = zip(("data", "tensor", "pipeline", "expert"), degrees, strict=False)
+        options += [f"{call}.device_mesh={mesh}", *(f"{call}.parallel.{axis}_parallel_size={n}" for axis, n in axes)]
+    return options
+
+
+@pytest.mark.parametrize("kind, layout", [*((kind, "cut") for kind in KINDS), ("routed experts", "divided")])
+def test_the_curve_does_not_depend_on_the_layout(kind: str, layout: str, runs: dict[str, Run]) -> None:
+    whole, cut = runs[kind], runs[f"{kind}, {layout}"]
     assert len(whole.curve) == STEPS and whole.curve[-1]["kl/ref"] > 1e-3
     assert same_curve(whole, cut) == []
+    loads = [line.get("actor_train/router_max_rank_load", 0.0) for line in cut.metrics]
+    assert all(load >= 1 for load in loads) if layout == "divided" else not any(loads)
     for step in range(1, STEPS + 1):
         assert [row["response"] for row in cut.generations(step)] == [
             row["response"] for row in whole.generations(step)

@@ -27,6 +27,7 @@ LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; a row of one token leaves ranks w
 TEMPERATURE = 0.7
 RANK, ALPHA = 4, 6.0  # of LoRA adapters
 GROUP_SIZE = 4  # of weights below them with a scale
+BALANCING_RATE = 0.01
 # a large epsilon makes the step smooth in the gradient
 STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LRSchedule.constant}
 
@@ -136,7 +137,7 @@ def engine_on(
     initial: InitialModel, sharded: ShardedLayout, rank: int, groups: Mapping[tuple[int, ...], Group]
 ) -> NativeEngine:
     spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
-    spec.init_critic_from_actor = initial.is_critic
+    spec.init_critic_from_actor, spec.router_bias_update_rate = initial.is_critic, BALANCING_RATE
     spec.overlap_grad_reduce = spec.tp_overlap = sharded.overlap
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.sharding import EXPERT_LAYOUTS, LENGTHS, InitialModel, Results, collect
+from tests.models.sharding import BALANCING_RATE, EXPERT_LAYOUTS, LENGTHS, InitialModel, Results, collect
 from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -76,3 +76,14 @@ def test_losses_are_those_of_one_worker(model: str, layout: str, results: Result
         value = sum(stats[loss][0] for stats in replicas.values())  # of the last stages
         assert value == pytest.approx(whole.stats[loss][0], rel=1e-6), loss
     assert all(member.stats["router_max_rank_load"][0] >= member.stats["router_max_rank_load"][1] for member in members)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe"])
+def test_the_bias_of_the_choice_moves_towards_equal_loads(model: str, root: Path, results: Results) -> None:
+    """By the rate, up or down; of experts with the mean load it stays."""
+    before, after = (load_file(root / model / f"whole/{name}/model.safetensors") for name in ("saved", "trained"))
+    names = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert names and results
+    for name in names:
+        steps = ((after[name] - before[name]) / BALANCING_RATE).round(decimals=3)
+        assert set(steps.tolist()) <= {-1.0, 0.0, 1.0} and 1.0 in steps and -1.0 in steps

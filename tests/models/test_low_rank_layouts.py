@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.models.tiny_models import ONE_OF_EACH, hf_model
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CRITICS = ("qwen2 critic", "gpt2 critic", "qwen3_moe critic")
 MODELS = (*ONE_OF_EACH, *CRITICS)
+ROUTED = ("qwen3_moe", "qwen2_moe", "qwen3_moe critic")
+EXPERT_NAMES = ("t2e2", "t4e2", "d2e2", "d4e2", "d2t2e4", "d2t2e4 without sequence")
 NAMES = ("whole", "t2", "t2 without sequence", "p2", "t2p2", "t4", "d2t2", "d2t2 overlapped")
 
 
@@ -29,9 +32,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     collected: Results = {}
-    for some in (MODELS[:7], MODELS[7:]):
-        starts = {name: initial_model(name, root / name / "original") for name in some}
-        collect(on_ranks, 4, starts, NAMES, root, collected)
+    starts = {name: initial_model(name, root / name / "original") for name in MODELS}
+    for names, models in ((NAMES, MODELS[:7]), (NAMES, MODELS[7:]), (EXPERT_NAMES, ROUTED)):
+        collect(on_ranks, 4, {name: starts[name] for name in models}, names, root, collected)
     return collected
 
 
@@ -59,8 +62,7 @@ def test_log_probabilities_equal_peft(model: str, results: Results, root: Path) 
             assert rows and all(torch.allclose(columns[number][1:], expected, atol=1e-5, rtol=1e-5) for columns in rows)
 
 
-@pytest.mark.parametrize("layout", NAMES[1:])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", [*product(MODELS, NAMES[1:]), *product(ROUTED, EXPERT_NAMES)])
 def test_every_layout_gives_the_same_columns_responses_and_step(
     model: str, layout: str, results: Results, root: Path
 ) -> None:

@@ -12,7 +12,9 @@ from realhf.ops.moe import (
     balance_loss,
     combine,
     dispatch,
+    expert_loads,
     grouped_linear,
+    load_ratios,
     route,
     sort_by_expert,
     z_loss,
@@ -86,6 +88,42 @@ def test_grouped_products_and_their_gradients_equal_one_per_expert(
         results.append([out, *torch.autograd.grad((out * slopes).sum(), (x, weight))])
     for apart, together in zip(*results, strict=True):
         torch.testing.assert_close(together, apart, atol=0.05, rtol=0.02)
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(0, 20), st.integers(2, 6), st.data())
+def test_parts_of_the_experts_add_up(tokens: int, experts: int, data: st.DataObject) -> None:
+    """Pairs of other experts are left out, also of grouped products, which do not write their rows."""
+    per_token, cut = data.draw(st.integers(1, experts)), data.draw(st.integers(1, experts - 1))
+    torch.manual_seed(tokens)
+    chosen = torch.rand(tokens, experts).topk(per_token, -1).indices
+    shares = torch.rand(tokens, per_token)
+    results = []
+    for grouped, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        x = torch.linspace(-1, 1, tokens * 16).view(-1, 16).to(dtype).requires_grad_()
+        weight = torch.linspace(-1, 1, experts * 24 * 16).view(experts, 24, 16).to(dtype).requires_grad_()
+        total = x.new_zeros(tokens, 24)
+        for own in (range(cut), range(cut, experts)):
+            numbers = torch.full((experts,), len(own))
+            numbers[own.start : own.stop] = torch.arange(len(own))
+            by = sort_by_expert(chosen, len(own), grouped, numbers)
+            assert by.experts.tolist()[: sum(by.sizes)] == sorted(by.experts.tolist())[: sum(by.sizes)]
+            total = total + routed(x, weight[own.start : own.stop], shares.to(dtype), by)
+        whole = routed(x, weight, shares.to(dtype), sort_by_expert(chosen, experts))
+        atol = 1e-5 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(total, whole, atol=atol, rtol=0.02)
+        for part, every in zip(*(torch.autograd.grad(y.sum(), (x, weight)) for y in (total, whole)), strict=True):
+            torch.testing.assert_close(part, every, atol=10 * atol, rtol=0.02)
+        results.append(total)
+    torch.testing.assert_close(results[1].float(), results[0], atol=0.1, rtol=0.05)
+
+
+def test_loads_of_experts_and_ranks() -> None:
+    loads = torch.stack([expert_loads(torch.tensor([[0, 1], [0, 2], [0, 3]]), 4), torch.tensor([1.0, 1, 1, 1])])
+    assert loads.tolist() == [[3, 1, 1, 1], [1, 1, 1, 1]]
+    assert load_ratios(loads, 1) == {"router_max_load": pytest.approx((2 + 1) / 2)}
+    assert load_ratios(loads, 2)["router_max_rank_load"] == pytest.approx((4 / 3 + 1) / 2)
+    assert load_ratios(torch.zeros(1, 4), 2) == {"router_max_load": 0, "router_max_rank_load": 0}
 
 
 def test_only_required_gradients_are_computed() -> None:

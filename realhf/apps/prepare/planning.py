@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realhf.api.codec import from_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, RewardConfig
-from realhf.api.config.choices import Device
+from realhf.api.config.choices import Backend, Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
@@ -233,6 +233,8 @@ def planner_of(
                          experiment.vllm.kv_cache_bytes(machine.hardware.memory if device != "cpu" else 0.0),
                          device != "cpu" and experiment.vllm.enable_sleep_mode,
                          experiment.max_episodes(), experiment.vllm.merge_lora)  # fmt: skip
-    limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
-    calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits)
+    options = experiment.placements()
+    limits = {name: micro_batching(option, device) for name, option in options.items()}
+    served = frozenset(name for name, option in options.items() if option.backend is Backend.vllm)
+    calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits, served)
     return Planner(graph, calls, experiment.n_nodes * node, experiment.max_staleness)

@@ -4,15 +4,16 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
+from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, ParallelConfig
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
+from realhf.plan.compile.experts import common_degree, expert_problem
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
 from realhf.plan.compile.saving import NamedSaving, name_saving, saving_of
@@ -23,7 +24,7 @@ MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, actor_gen:d2,*:d1, or FILE.json"
 SERVERS = ("vllm", "sglang")
 TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default tokens per micro-batch by device: what fits in CPU caches; GPUs need larger matrix products."""
-AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}
+AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}
 Models = Mapping[str, ModelConfig]
 
 
@@ -81,6 +82,8 @@ def allocate(
             near = nearest_strategy(request.strategy, len(request.mesh.ranks), known)
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
+        elif problem := expert_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
+            problems.append(f"{mfc.name}: {problem}")
         else:
             layout = Layout(request.mesh, request.strategy)
             batching = replace(micro_batching(option, device), **request.limits)
@@ -110,6 +113,8 @@ def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCCo
             near = ParallelStrategy(strategy.dp * strategy.pp, strategy.tp)
             problem = f"this backend has no pipeline stages, {strategy} has {strategy.pp}"
             problems.append(f"{name}: {problem}; nearest legal: {near}")
+        elif problem := expert_problem(mfc, strategy, RoleSpec(ModelSpec()), placement.backend):
+            problems.append(f"{name}: {problem}")
     if problems:
         raise UserError(problems)
     return replace(plan, placements=placements)
@@ -137,14 +142,16 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
         if mfc.name in given:
             requests[mfc.name] = given[mfc.name]
         elif rest := given.get("*"):
-            requests[mfc.name] = _of_rest(rest, mfc)
+            requests[mfc.name] = _of_rest(rest, mfc, models)
     if (rest := given.get("*")) and rest.saving and not any(m.is_train for m in graph.mfcs if m.name not in given):
         problems.append(f"'{rest.saving}' is for training calls, and none of the other calls trains; leave it out")
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
 
 
-def _of_rest(rest: _Assignment, mfc: MFC) -> _Assignment:
+def _of_rest(rest: _Assignment, mfc: MFC, models: Models) -> _Assignment:
     """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
+    model = next((model for role, model in models.items() if role == mfc.role), None)
+    rest = replace(rest, strategy=common_degree(mfc, rest.strategy, model))
     return rest if mfc.is_train else replace(rest, saving=None)
 
 
@@ -172,9 +179,11 @@ def _parse(text: str) -> tuple[ParallelStrategy, str]:
     try:
         return ParallelStrategy.parse(text), ""
     except ValueError as error:
-        degrees = re.findall(r"([dtmp])([1-9]\d*)", text.lower())
+        degrees = re.findall(r"([dtmpe])([1-9]\d*)", text.lower())
         found = {AXES[letter]: int(number) for letter, number in degrees}
-        return ParallelStrategy(found.get("dp", 1), found.get("tp", 1), found.get("pp", 1)), str(error)
+        dp, tp, ep = (found.get(axis, 1) for axis in ("dp", "tp", "ep"))
+        ep = min(expert_degrees(dp, tp), key=lambda legal: abs(legal - ep))
+        return ParallelStrategy(dp, tp, found.get("pp", 1), ep=ep), str(error)
 
 
 def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Requests:
@@ -256,7 +265,7 @@ def _with_server(mode: str, graph: Graph, config: ExperimentConfig, models: Mode
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
     requests = {generating[0].name: _Assignment(server, contiguous_mesh(server.world), backend=Backend(backend))}
     for name in names:
-        entry = entries.get(name) or _of_rest(entries["*"], graph[name])
+        entry = entries.get(name) or _of_rest(entries["*"], graph[name], models)
         requests[name] = replace(entry, mesh=contiguous_mesh(entry.strategy.world, server.world))
     return requests, []
 
@@ -281,18 +290,22 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
         parallel, mesh = option.parallel, contiguous_mesh(n_workers)
         degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         dp, tp, pp = (max(1, degree) for degree in degrees)
-        strategy = ParallelStrategy(dp, tp, pp)
+        given, legal = max(1, parallel.expert_parallel_size), expert_degrees(dp, tp)
+        strategy = ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda ep: abs(ep - given)))
+        error = "" if given in legal else f"expert_parallel_size={given} is none of {', '.join(map(str, legal))}"
         try:
             if option.device_mesh:
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
             mesh = contiguous_mesh(min(strategy.world, n_workers))  # so that other errors are reported too
-        error = "" if min(degrees) > 0 else "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
+        if min(*degrees, parallel.expert_parallel_size) < 1:
+            error = "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
+            error += f"e{parallel.expert_parallel_size}" if parallel.expert_parallel_size != 1 else ""
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
-    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp)).items()
+    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp, near.ep)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from realhf.api.graph import MFC, Graph
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees
 from realhf.api.model_config import ModelConfig
 from realhf.arch.quantization import shard_problems
 from realhf.base.errors import did_you_mean
@@ -61,8 +62,9 @@ def all_strategies(world: int) -> list[ParallelStrategy]:
 
 def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[str]:
     """Return the reasons why a model cannot be sharded with a strategy."""
-    tp, kv = strategy.tp, config.n_kv_heads
-    smallest_dim = min(width for width in (config.vocab, config.intermediate, config.expert_intermediate) if width)
+    tp, kv, ep, count = strategy.tp, config.n_kv_heads, strategy.ep, config.n_experts
+    of_expert = config.expert_intermediate * (tp // strategy.cuts.expert_tp)  # others have other experts
+    smallest_dim = min(width for width in (config.vocab, config.intermediate, of_expert) if width)
     problems = []
     if config.n_heads % tp or (kv % tp and tp % kv):  # a rank has whole groups of heads or a part of one group
         problems.append(f"{config.n_heads} heads ({kv} KV heads) are not divisible by tensor-parallel size {tp}")
@@ -70,18 +72,22 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
         problems.append(f"a dimension of {smallest_dim} is smaller than tensor-parallel size {tp}")
     if strategy.pp > config.n_layers:
         problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages")
+    if ep > max(count, 1):
+        problems.append(f"{count} experts are fewer than expert-parallel size {ep}" if count else "it has no experts")
     return problems or [*shard_problems(config, tp)]
 
 
 def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection[ModelConfig]) -> ParallelStrategy:
     """Return the nearest strategy on ``world`` workers valid for all models; pure data parallelism always is."""
-    valid = [s for s in all_strategies(world) if not any(strategy_problems(model, s) for model in models)]
+    some = all_strategies(world)
+    some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp) if 1 < ep <= requested.ep]
+    valid = [s for s in some if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 
 
 def distance(one: ParallelStrategy, other: ParallelStrategy) -> Fraction:
     """Return the product over axes of the factors by which the degrees of two strategies differ."""
-    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp))
+    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp), (one.ep, other.ep))
     return math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
 
 

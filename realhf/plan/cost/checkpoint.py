@@ -10,7 +10,7 @@ from realhf.api.layout import Coord
 from realhf.api.machine import Link
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import CostModel
-from realhf.plan.cost.speed import itemsize, optimizer_bytes, shard_numels
+from realhf.plan.cost.speed import itemsize, optimizer_bytes, shard_numels, updated_numels
 from realhf.plan.goodput import CheckpointTimes
 
 VERIFY_BYTES_PER_S = 1.4e9
@@ -40,10 +40,11 @@ def checkpoint_size(cost: CostModel, plan: ExecutionPlan) -> CheckpointSize:
         layout = home_layout(cost.graph, plan, role)
         strategy = layout.strategy
         weights, state = _bytes_per_parameter(cost, role)
-        numels = shard_numels(cost.models[role], strategy.tp, strategy.pp)
+        numels = shard_numels(cost.models[role], strategy.tp, strategy.pp, strategy.ep)
+        updated = updated_numels(cost.models[role], strategy)
         for pp, dp, tp in product(range(strategy.pp), range(strategy.dp), range(strategy.tp)):
             rank, numel = layout.rank(Coord(pp, dp, tp)), numels[pp]
-            own = numel * (state / strategy.dp + (0.0 if dp else weights))
+            own = updated[pp] * state + (0.0 if dp >= strategy.expert_dp else numel * weights)
             written[rank] = written.get(rank, 0.0) + own
             read[rank] = read.get(rank, 0.0) + numel * (weights + state)
             total += own

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache, partial
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
-from realhf.api.config.choices import Backend
+from realhf.api.config.choices import Backend, Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -30,10 +30,12 @@ from realhf.plan.cost.speed import (
     StageShard,
     Traffic,
     Work,
+    expert_numels,
     itemsize,
     optimizer_bytes,
     shard_numels,
     stage_shards,
+    updated_numels,
 )
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 from realhf.plan.cost.zero import NO_LAYERS, LayerCollectives, layer_numels
@@ -154,7 +156,7 @@ class CostModel:
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
         strategy = layout.strategy
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
+        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
         seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
@@ -187,6 +189,9 @@ class CostModel:
         n, counts = len(stages), Counter(works)
         times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
+        if placement.layout.strategy.expert_dp > 1:
+            times = {work: [self._with_exchange(placement.layout, work, *stage, *seconds) for stage, seconds in
+                     zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
         if (layers := self._layer_collectives(mfc, placement.layout, stages)) is not None:
             shards = [shard for shard, _ in stages]
             busy += len(works) * sum(c.total(shard.n_blocks, trains) for c, shard in zip(layers, shards, strict=True))
@@ -204,6 +209,18 @@ class CostModel:
             backward_s = lambda s, i: times[works[i]][s][1]
             seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
         return Cost(seconds, busy * tp)
+
+    def _with_exchange(
+        self, layout: Layout, work: Work, shard: StageShard, ranks: Sequence[int], forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Add the exchange of tokens among replicas that divide experts: one way and back, in every routed block."""
+        rows = work.tokens * shard.model.experts_per_token / shard.tp
+        replicas, nbytes = layout.axis("ep", ranks[0]), rows * shard.model.hidden * shard.itemsize
+        numbers, tokens = (self.speed.collective(CollectiveKind.ALL_TO_ALL, size, replicas)
+                           for size in (8.0 * shard.model.n_experts, nbytes))  # fmt: skip
+        once = shard.n_expert_blocks * (numbers + 2 * tokens)
+        again = once if shard.recompute is Recompute.full else 0.0
+        return forward + once, backward + (again + shard.n_expert_blocks * 2 * tokens if backward else 0.0)
 
     def _layer_collectives(self, mfc: MFC, layout: Layout, stages: Stages) -> list[LayerCollectives] | None:
         """Return the collectives of each stage's layers in a pass; None without ZeRO-2 and ZeRO-3."""
@@ -245,17 +262,20 @@ class CostModel:
         With ZeRO-2 gradients are reduced in the passes; with ZeRO-3 the share that is updated is all that is stored.
         """
         strategy = layout.strategy
-        numel = shard_numels(shard.model, strategy.tp, strategy.pp)[stage]
-        replicas = layout.axis("dp", group[0])
-        seconds = self.speed.optimizer(shard, numel // strategy.dp)
+        experts, updated = expert_numels(shard.model, strategy)[stage], updated_numels(shard.model, strategy)[stage]
+        numel = shard_numels(shard.model, strategy.tp, strategy.pp, strategy.ep)[stage] - experts
+        replicas, same_experts = (layout.axis(axis, group[0]) for axis in ("dp", "edp"))
+        seconds = self.speed.optimizer(shard, int(updated))
         if role.spec.optimizer.offload is True:  # copies in both directions overlap
-            nbytes = numel // strategy.dp * optimizer_bytes(role)
-            seconds = max(seconds, self.speed.host_copy(nbytes))
+            seconds = max(seconds, self.speed.host_copy(int(updated) * optimizer_bytes(role)))
         zero_stage = role.zero_stage(strategy)
         if strategy.dp > 1 and zero_stage == 1:
             seconds += reduction_seconds(self.speed, shard, role, strategy, stage, numel, replicas, backward_s)
         if strategy.dp > 1 and zero_stage < 3:
             seconds += self.speed.collective(CollectiveKind.ALL_GATHER, itemsize(role) * numel, replicas)
+        if experts:
+            seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * experts, same_experts)
+            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, itemsize(role) * experts, same_experts)
         # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # gradient norm

@@ -28,6 +28,7 @@ from realhf.plan.cost.speed import (
     optimizer_bytes,
     shard_numels,
     stage_shards,
+    updated_numels,
 )
 from realhf.plan.cost.traffic import realloc_ring_bytes
 from realhf.plan.cost.zero import PerLayer, layer_numels
@@ -88,16 +89,19 @@ class MemoryModel:
 
     def _stored_numel(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the number of parameters that a role owns per device at the largest stage."""
-        return max(shard_numels(self.models[role], strategy.tp, strategy.pp)) * strategy.n_replicas / strategy.dp
+        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
+        return numel / strategy.dp if strategy.zero3 else numel
 
     def base(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
-        return float(max(base_bytes(self.models[role], strategy.tp, strategy.pp, model_itemsize(self.roles[role]))))
+        size = model_itemsize(self.roles[role])
+        return float(max(base_bytes(self.models[role], strategy.tp, strategy.pp, size, strategy.ep)))
 
     def model(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's whole model per device at the largest stage."""
         config = replace(self.models[role], lora=None)
-        return float(max(shard_numels(config, strategy.tp, strategy.pp)) * model_itemsize(self.roles[role]))
+        numel = max(shard_numels(config, strategy.tp, strategy.pp, strategy.ep))
+        return float(numel * model_itemsize(self.roles[role]))
 
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
         """Return the shared memory that stays mapped per worker after moving a role's weights."""
@@ -113,13 +117,15 @@ class MemoryModel:
         A base of adapters that other roles have in memory counts again. ``saving`` is that of the training call.
         """
         bf16 = self.roles[role].spec.bf16
-        numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
+        config = self.models[role]
+        numel = max(shard_numels(config, strategy.tp, strategy.pp, strategy.ep))
+        updated, weights = max(updated_numels(config, strategy)), self.weights(role, strategy)
         weights += self.base(role, strategy) if with_base else 0.0
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
             weights += 4 * self._stored_numel(role, strategy)  # a float32 master of the moving average
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
-        state = numel / strategy.dp * optimizer_bytes(self.roles[role])
+        state = updated * optimizer_bytes(self.roles[role])
         if self.roles[role].with_choices(saving).spec.optimizer.offload:
             state = 0.0
         has_share = self.roles[role].zero_stage(strategy) > 1
@@ -195,7 +201,7 @@ class MemoryModel:
             if mfc.role is None or (lora := self.models[mfc.role].lora) is None:
                 continue
             spec, layout = self.roles[mfc.role].spec, plan[mfc.name].layout
-            key = spec.path, spec.config, lora.bits, lora.group_size, layout.strategy.tp, layout.strategy.pp
+            key = spec.path, spec.config, lora.bits, lora.group_size, layout.strategy.cuts, layout.strategy.pp
             for rank in layout.mesh.ranks:
                 found[rank][key] = max(found[rank].get(key, 0.0), self.base(mfc.role, layout.strategy))
         return {rank: Bytes(weights=sum(bases.values())) for rank, bases in found.items()}
@@ -220,7 +226,7 @@ class MemoryModel:
             return 0.0
         adapters, lora = 0.0, self.models[role].lora
         if lora is not None and self._serves_adapters(role):  # with zeros up to vLLM's rank, and as they were loaded
-            numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
+            numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
             adapters = numel * (padded_rank(lora.rank) / lora.rank + 1) * model_itemsize(self.roles[role])
         return self.model(role, strategy) + adapters + self.server_cache
 
@@ -235,7 +241,7 @@ class MemoryModel:
         """Return the bytes of optimizer state that pass through a device at a time."""
         if not role.spec.optimizer.offload:
             return 0.0
-        numel = max(shard_numels(self.models[name], strategy.tp, strategy.pp)) / strategy.dp
+        numel = max(updated_numels(self.models[name], strategy))
         chunk = min(numel, OPTIMIZER_CHUNK_NUMEL)
         return min(2, ceil(numel / chunk)) * chunk * optimizer_bytes(role)
 

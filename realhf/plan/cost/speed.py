@@ -10,7 +10,7 @@ from realhf.api.config.choices import Recompute
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import ParamSpec, box_numel, shard_box
+from realhf.api.param_box import ParamSpec, box_numel, largest_box
 from realhf.arch.lora import own_specs
 from realhf.arch.param_specs import stage_layers
 from realhf.arch.quantization import base_nbytes
@@ -20,6 +20,7 @@ class CollectiveKind(Enum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
 
 
@@ -75,6 +76,11 @@ class StageShard:
     recompute: Recompute | None = None  # gradient checkpointing
     sequence_parallel: bool = False  # training: outside tensor-parallel layers each rank has its share of the tokens
     tp_overlap: bool = False  # training: collectives run during products of weight gradients
+    ep: int = 1  # ranks over which the routed experts of a block are divided
+
+    @property
+    def n_expert_blocks(self) -> float:
+        return self.n_blocks * routed_share(self.model)
 
     @property
     def itemsize(self) -> int:
@@ -108,7 +114,7 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
         StageShard(config, strategy.tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
                    last=last in layers, bf16=bool(spec.bf16), recompute=spec.recompute,
                    sequence_parallel=spec.sequence_parallel and strategy.tp > 1,
-                   tp_overlap=spec.tp_overlap is True and strategy.tp > 1 and config.lora is None)
+                   tp_overlap=spec.tp_overlap is True and strategy.tp > 1 and config.lora is None, ep=strategy.ep)
         for layers in stage_layers(config, strategy.pp)
     )  # fmt: skip
 
@@ -128,30 +134,44 @@ def optimizer_bytes(role: RoleSpec) -> int:
     return 12 if itemsize(role) == 2 else 8
 
 
-def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
-    """Return, per stage, the parameters that a role owns; those of its first tensor rank, which are not fewer.
+def shard_numels(config: ModelConfig, tp: int, pp: int, ep: int = 1) -> tuple[int, ...]:
+    """Return, per stage, the parameters that a role owns; those of the largest shard.
 
     With LoRA these are the adapters.
     """
-    return _numels(config, own_specs(config), tp, pp)
+    return _numels(config, own_specs(config), tp, pp, ep)
+
+
+def expert_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, ...]:
+    """Return, per stage, those of ``shard_numels`` that fewer replicas hold than the others: divided experts."""
+    experts = tuple(spec for spec in own_specs(config) if spec.is_expert and strategy.expert_dp > 1)
+    return _numels(config, experts, strategy.tp, strategy.pp, strategy.ep)
+
+
+def updated_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[float, ...]:
+    """Return, per stage, the parameters that a worker updates: equal ranges of what its replicas hold."""
+    both = zip(
+        shard_numels(config, strategy.tp, strategy.pp, strategy.ep), expert_numels(config, strategy), strict=True
+    )
+    return tuple((total - experts + experts * strategy.expert_dp) / strategy.dp for total, experts in both)
 
 
 @lru_cache(maxsize=4096)
-def base_bytes(config: ModelConfig, tp: int, pp: int, itemsize: int) -> tuple[int, ...]:
+def base_bytes(config: ModelConfig, tp: int, pp: int, itemsize: int, ep: int = 1) -> tuple[int, ...]:
     """Return the bytes of the frozen weights per stage below LoRA adapters; zeros without adapters."""
-    return tuple(base_nbytes(config, tp, layers, itemsize) for layers in stage_layers(config, pp))
+    return tuple(base_nbytes(config, tp, layers, itemsize, ep) for layers in stage_layers(config, pp))
 
 
 @lru_cache(maxsize=4096)
-def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int) -> tuple[int, ...]:
-    return stage_numels(specs, tp, stage_layers(config, pp))
+def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int, ep: int) -> tuple[int, ...]:
+    return stage_numels(specs, tp, stage_layers(config, pp), ep)
 
 
-def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[range]) -> tuple[int, ...]:
-    """Return the parameters of each stage, whose layers are given, on the first of ``tp`` tensor ranks."""
+def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[range], ep: int = 1) -> tuple[int, ...]:
+    """Return the parameters of each stage, whose layers are given, in its largest shard."""
     totals = [0] * len(stages)
     for spec in specs:
-        numel = box_numel(shard_box(spec, tp, 0))
+        numel = box_numel(largest_box(spec, tp, ep))
         for stage, layers in enumerate(stages):
             totals[stage] += numel * spec.is_in(layers)
     return tuple(totals)

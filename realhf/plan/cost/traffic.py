@@ -126,7 +126,7 @@ def _ring_bytes(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, no
 def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[Delivery]:
     """Yield one delivery for everything that the same workers hold and the same workers need."""
     both = (layout.strategy for layout in (src, dst))  # replicas hold and need the same
-    cuts = (strategy if strategy.zero3 else replace(strategy, dp=1) for strategy in both)
+    cuts = (strategy if strategy.zero3 else replace(strategy, dp=strategy.expert_dp) for strategy in both)
     for (holding, needing), (numel, n_parts) in _sizes(config, *cuts).items():
         holders, needers = realloc.coord_ranks(src, holding), realloc.coord_ranks(dst, needing)
         yield numel, n_parts, realloc.assign_senders(holders, needers, node_size)

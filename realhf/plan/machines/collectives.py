@@ -17,6 +17,8 @@ def collective_seconds(hardware: Hardware, kind: CollectiveKind, nbytes: float, 
     n = len(ranks)
     if n == 1:
         return 0.0
+    if kind is CollectiveKind.ALL_TO_ALL:
+        return _all_to_all(hardware, nbytes, ranks)
     link = ring_link(hardware, ranks)
     if kind is CollectiveKind.BROADCAST:
         return link.latency * (n - 1).bit_length() + nbytes / link.bandwidth
@@ -31,6 +33,15 @@ def collective_seconds(hardware: Hardware, kind: CollectiveKind, nbytes: float, 
     if n >= NVLS_MIN_RANKS and hardware.nvls_bandwidth:
         return min(ring, NVLS_HOPS * hardware.node.latency + nbytes / hardware.nvls_bandwidth)
     return ring
+
+
+def _all_to_all(hardware: Hardware, nbytes: float, ranks: Sequence[int]) -> float:
+    """Every rank sends an equal part of its ``nbytes`` to each other rank, those on other nodes over its own port."""
+    nodes, n = {rank // hardware.node_size for rank in ranks}, len(ranks)
+    near = max(sum(rank // hardware.node_size == node for rank in ranks) for node in nodes) - 1
+    far, network = n - 1 - near, hardware.network(nodes)
+    seconds = near * hardware.node.latency + near / n * nbytes / hardware.node.bandwidth if near else 0.0
+    return seconds + (far * network.latency + far / n * nbytes / network.bandwidth if far else 0.0)
 
 
 def _tree(hardware: Hardware, nbytes: float, n: int, n_nodes: int, link: Link) -> float:

@@ -51,8 +51,11 @@ def _tiled_seconds(hardware: Hardware, product: Product, rows: int, columns: int
     return flops * hardware.sms / (hardware.flops * share)
 
 
-def block_products(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[float, Product], ...]:
-    """Return the products of a block's forward pass and how many there are per block, on average over the blocks."""
+def block_products(config: ModelConfig, tp: int, tokens: int, ep: int = 1) -> tuple[tuple[float, Product], ...]:
+    """Return the products of a block's forward pass and how many there are per block, on average over the blocks.
+
+    With expert parallelism, experts of a rank get the tokens of ``ep / tp`` replicas; they get equal numbers.
+    """
     hidden, gates = config.hidden, 2 if config.mlp == "gated" else 1
     queries, keys = config.n_heads * config.head_dim / tp, max(1.0, config.n_kv_heads / tp) * config.head_dim
     routed = routed_share(config)
@@ -63,10 +66,14 @@ def block_products(config: ModelConfig, tp: int, tokens: int) -> tuple[tuple[flo
         (1 - routed, Product(tokens, hidden, config.intermediate / tp)),
     ]
     if routed:
-        n, wide = config.n_experts, config.expert_intermediate / tp
-        rows, touched = tokens * config.experts_per_token / n, touched_experts(config, tokens)
+        n, wide, tokens_in = (
+            config.n_experts / ep,
+            config.expert_intermediate * min(ep, tp) / tp,
+            tokens * max(1, ep // tp),
+        )
+        rows, touched = tokens_in * config.experts_per_token / config.n_experts, touched_experts(config, tokens_in) / ep
         products += [
-            (routed, Product(tokens, n, hidden)),  # the router
+            (routed, Product(tokens, config.n_experts, hidden)),  # the router
             (routed, Product(rows, gates * wide, hidden, n, touched)),
             (routed, Product(rows, hidden, wide, n, touched)),
         ]

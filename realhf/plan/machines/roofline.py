@@ -73,7 +73,7 @@ class Roofline:
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
         config, size = shard.model, shard.itemsize
-        products = sum(n * self._product(p, size) for n, p in block_products(config, shard.tp, rows))
+        products = sum(n * self._product(p, size) for n, p in block_products(config, shard.tp, rows, shard.ep))
         flops = 4 * rows * config.n_heads * config.head_dim * context / shard.tp
         n_kv = config.n_kv_heads if self.traits.has_grouped_kv else config.n_heads
         kv = 2 * rows * context * max(1.0, n_kv / shard.tp) * config.head_dim * size
@@ -139,9 +139,9 @@ class Roofline:
 
     def _products_seconds(self, shard: StageShard, tokens: int, is_backward: bool) -> float:
         """Return the seconds of a block's products in one pass. A search asks for the same ones for many layouts."""
-        key = shard.model, shard.tp, shard.itemsize, tokens, is_backward
+        key = shard.model, shard.tp, shard.ep, shard.itemsize, tokens, is_backward
         if key not in self._products:
-            found = block_products(shard.model, shard.tp, tokens)
+            found = block_products(shard.model, shard.tp, tokens, shard.ep)
             if is_backward:
                 has_weights = shard.model.lora is None
                 found = tuple((n, each) for n, p in found for each in backward_products(p, has_weights))
@@ -218,7 +218,8 @@ class AnalyticMemory:
 
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
         config, size = shard.model, shard.itemsize
-        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards, self.traits)
+        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards, self.traits,
+                                       shard.ep)  # fmt: skip
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
@@ -255,14 +256,19 @@ class AnalyticMemory:
 
 
 def saved_activation_numel(
-    config: ModelConfig, tp: int, sequence_parallel: bool, input_shards: int = 1, traits: MemoryTraits = OWN_MEMORY
+    config: ModelConfig,
+    tp: int,
+    sequence_parallel: bool,
+    input_shards: int = 1,
+    traits: MemoryTraits = OWN_MEMORY,
+    ep: int = 1,
 ) -> float:
     """Return the elements per token that autograd saves for a block of models/blocks.py.
 
     They are the residual stream (twice) and its two normalized copies, the QKV projection, rotated queries and keys,
     the attention output, and in the MLP the up projection, the activation and the input of the down projection. With
     sequence parallelism the residual stream holds only this rank's share of the tokens; the normalized copies are in
-    ``input_shards``.
+    ``input_shards``. Experts' inputs are those of the tokens that a rank computes, or that it also sends.
     """
     share = tp if sequence_parallel else 1
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
@@ -270,7 +276,8 @@ def saved_activation_numel(
     attention = config.head_dim * (traits.saved_queries * heads + traits.saved_keys * kv)
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
-    per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
+    inputs = config.hidden * (1 + (2 if ep > tp else 1) / min(ep, tp))
+    per_expert = (copies * config.expert_intermediate / tp + inputs) * config.experts_per_token
     per_expert += copies * config.shared_intermediate / tp
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 

@@ -39,13 +39,17 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Computes candidates and caches them. ``limits`` are the micro-batching options by MFC."""
+    """Computes candidates and caches them. ``limits`` are the micro-batching options by MFC.
+
+    Calls in ``served`` run in an inference server, which has no pipeline stages and shards experts itself.
+    """
 
     cost: CostModel
     memory: MemoryModel
     hardware: Hardware
     batch_size: int
     limits: Mapping[str, MicroBatching]
+    served: frozenset[str] = frozenset()
     _rows: dict[tuple[bool, int, int, int], tuple[BatchRows, ...]] = field(default_factory=dict, init=False, repr=False)
     _candidates: dict[tuple[Key, float], list[Candidate]] = field(default_factory=dict, init=False, repr=False)
     _sizes: dict[tuple[Key, Ways], float] = field(default_factory=dict, init=False, repr=False)

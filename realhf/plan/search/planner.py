@@ -14,6 +14,7 @@ from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
 from realhf.plan.compile.check import layouts
+from realhf.plan.compile.experts import expert_layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
@@ -264,8 +265,11 @@ class Planner:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
             required = {start[mfc.name] for start in starts}
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
-            possible = (found for layout in layouts(self.n_workers, self.cluster.node_size, config)
-                        for found in zero3_layouts(mfc, layout, self.calls.cost.roles))  # fmt: skip
+            roles, node_size = self.calls.cost.roles, self.cluster.node_size
+            possible = (one for layout in layouts(self.n_workers, node_size, config)
+                        for found in zero3_layouts(mfc, layout, roles)
+                        for one in expert_layouts(mfc, found, config, roles.get(mfc.role or ""), node_size)
+                        if mfc.name not in self.calls.served or one.strategy.pp == one.strategy.ep == 1)  # fmt: skip
             for layout in dict.fromkeys([*possible, *required]):
                 with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))

@@ -305,6 +305,12 @@ OPTIMIZER = (
     MetricPattern("{call}/router_z_loss", "z-loss of the router", "",
                   "squared log-partition of the router per token, before its coefficient",
                   "actor_train/router_z_loss"),
+    MetricPattern("{call}/router_max_load", "largest load of an expert", "",
+                  "tokens of the expert with most of them over the mean, 1 if balanced; mean of routed layers",
+                  "actor_train/router_max_load"),
+    MetricPattern("{call}/router_max_rank_load", "largest load of a rank", "",
+                  "with expert parallelism, tokens of the rank with most of them over the mean; mean of routed layers",
+                  "actor_train/router_max_rank_load"),
 )  # fmt: skip
 SECTIONS = {
     "Every step": STEP,

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from realhf.api.config import ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.param_specs import param_specs
 from realhf.comm.process_groups import Group, ParallelContext
-from realhf.models.engine.native import NativeEngine
+from realhf.models.engine.native import NativeEngine, empty_shard
 from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.engine.snapshot import restore, snapshot
-from realhf.models.flat_params import FlatParams
 from realhf.models.transformer import Transformer
-from realhf.plan.compile.realloc import shard_boxes
+from tests.models.tiny_models import hf_model
 
+EXPERTS = ("d1", "d2e2", "t2e2", "d2t2e4", "d4e2", "d2p2e2", "d2", "t2p2", "d2z3")
 STRATEGIES = ("d1", "d2", "t2", "p2", "d2t2", "t2p2", "d3z3", "d2t2z3", "d2p2z3")
 KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
 
@@ -33,11 +33,9 @@ def layout_of(name: str) -> Layout:
 def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngine:
     """Return the engine of one rank, with its shard and optimizer but without communication."""
     config = read_hf_config(folder, scalar_head=False)
-    specs = param_specs(config)
-    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    params = FlatParams([s for s in specs if s.name in boxes], boxes, dtype, "cpu", pad_to=layout.strategy.n_replicas)
-    groups = {ranks: Group(ranks, rank) for axis in ("dp", "tp", "pp") if len(ranks := layout.axis(axis, rank)) > 1}
+    params = empty_shard(config, layout, rank, dtype, "cpu", 1 if layout.strategy.zero3 else layout.strategy.dp)
+    groups = {ranks: Group(ranks, rank) for axis in AXES if len(ranks := layout.axis(axis, rank)) > 1}
     context = ParallelContext(layout, rank, groups=groups)
     model = Transformer(config, params, False, context.group("tp"), True)
     optimizer = ShardedAdamW(params, OptimizerConfig(), context, model.sequence_parallel)
@@ -69,8 +67,9 @@ def trained(folder: Path, layout: Layout, rank: int, bf16: bool, average: bool) 
     engine = engine_of(folder, layout, rank, bf16)
     assert engine.optimizer is not None
     fill(engine, engine.params.data, 0, "weights")
-    for kind, flat in engine.optimizer.state.items():
-        fill(engine, flat, engine.optimizer.start, kind)
+    for some in engine.optimizer.ranges:
+        for kind, flat in some.state.items():
+            fill(engine, flat, some.start, kind)
     if average:
         engine.params.average = torch.zeros_like(engine.params.data, dtype=torch.float32)
         fill(engine, engine.params.average, 0, "average")
@@ -78,13 +77,24 @@ def trained(folder: Path, layout: Layout, rank: int, bf16: bool, average: bool) 
     return engine
 
 
+@pytest.fixture(scope="module")
+def routed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routed")
+    hf_model("qwen3_moe_some").save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("bf16", [False, True])
-def test_any_layout_restores_the_snapshot_of_any_other(actor_folder: Path, bf16: bool) -> None:
-    for before, after in product(STRATEGIES, STRATEGIES):
+@pytest.mark.parametrize("folder, strategies", [("actor_folder", STRATEGIES), ("routed_folder", EXPERTS)])
+def test_any_layout_restores_the_snapshot_of_any_other(
+    folder: str, strategies: tuple[str, ...], bf16: bool, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(folder)
+    for before, after in product(strategies, strategies):
         old, new = layout_of(before), layout_of(after)
-        files = {rank: snapshot(trained(actor_folder, old, rank, bf16, bf16)) for rank in old.mesh.ranks}
+        files = {rank: snapshot(trained(model, old, rank, bf16, bf16)) for rank in old.mesh.ranks}
         for rank in new.mesh.ranks:
-            engine, expected = engine_of(actor_folder, new, rank, bf16), trained(actor_folder, new, rank, bf16, bf16)
+            engine, expected = engine_of(model, new, rank, bf16), trained(model, new, rank, bf16, bf16)
             restore(engine, old, files.__getitem__)
             assert engine.optimizer is not None and expected.optimizer is not None and engine.optimizer.steps == 7
             assert torch.equal(engine.params.data, expected.params.data), (before, after, rank)

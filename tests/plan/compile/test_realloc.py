@@ -1,5 +1,7 @@
 """Reallocation between all pairs of layouts on up to eight workers, executed with NumPy."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,9 +9,9 @@ from hypothesis import strategies as st
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, Cuts, ParamSpec, box_numel, box_shape, intersect, numbered_box, relative
+from realhf.api.param_box import Cuts, ParamSpec, box_numel, box_shape, intersect, numbered_box, relative
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
+from realhf.plan.compile.realloc import BoxCopy, Stages, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig(
     "llama", n_layers=3, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8
@@ -17,7 +19,6 @@ CONFIG = ModelConfig(
 SPECS = tuple(
     s for s in param_specs(CONFIG) if not s.name.endswith(("wv", "gate", "mlp_norm.weight"))
 )  # sharded like others
-WHOLE = {spec.name: np.arange(spec.numel).reshape(spec.shape) for spec in SPECS}
 STAGES = {pp: stage_layers(CONFIG, pp) for pp in (1, 2, 3)}
 STRATEGIES = [
     ParallelStrategy(dp, tp, pp)
@@ -35,13 +36,9 @@ def meshes(src: int, dst: int) -> list[tuple[range, range]]:
     return [(range(src), range(dst)), (range(src), range(8 - dst, 8))]
 
 
-def shards(layout: Layout) -> dict[int, dict[str, Box]]:
-    return {rank: shard_boxes(SPECS, stages, layout, rank) for rank in layout.mesh.ranks}
-
-
-def execute(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, dict[str, np.ndarray]]:
+def execute(copies: tuple[BoxCopy, ...], held: dict, needed: dict, whole: dict) -> dict[int, dict[str, np.ndarray]]:
     """Copy every box from the array of the sender to that of the receiver."""
-    arrays = {r: {n: WHOLE[n][tuple(slice(*s) for s in b)] for n, b in boxes.items()} for r, boxes in held.items()}
+    arrays = {r: {n: whole[n][tuple(slice(*s) for s in b)] for n, b in boxes.items()} for r, boxes in held.items()}
     filled = {r: {n: np.full(box_shape(b), -1) for n, b in boxes.items()} for r, boxes in needed.items()}
     for c in copies:
         part = arrays[c.src][c.name][relative(c.box, held[c.src][c.name])]
@@ -49,16 +46,18 @@ def execute(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, 
     return filled
 
 
-def check(src: Layout, dst: Layout) -> None:
-    copies, held, needed = tuple(route_copies(plan_realloc(SPECS, stages, src, dst))), shards(src), shards(dst)
-    filled = execute(copies, held, needed)
+def check(src: Layout, dst: Layout, specs: Sequence[ParamSpec] = SPECS, stages: Stages = stages) -> None:
+    copies = tuple(route_copies(plan_realloc(specs, stages, src, dst)))
+    held, needed = ({rank: shard_boxes(specs, stages, some, rank) for rank in some.mesh.ranks} for some in (src, dst))
+    whole = {spec.name: np.arange(spec.numel).reshape(spec.shape) for spec in specs}
+    filled = execute(copies, held, needed, whole)
     received = dict.fromkeys(dst.mesh.ranks, 0)
     for c in copies:
         received[c.dst] += box_numel(c.box) * (c.src != c.dst)
     for rank, boxes in needed.items():
         missing = 0
         for name, box in boxes.items():
-            assert (filled[rank][name] == WHOLE[name][tuple(slice(*side) for side in box)]).all(), (src, dst, name)
+            assert (filled[rank][name] == whole[name][tuple(slice(*side) for side in box)]).all(), (src, dst, name)
             own_box = held.get(rank, {}).get(name)
             own = intersect(own_box, box) if own_box else None
             missing += box_numel(box) - (box_numel(own) if own else 0)

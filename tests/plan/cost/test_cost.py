@@ -16,6 +16,7 @@ from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.arch.flops import forward_flops
+from realhf.arch.param_specs import param_specs
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, works_of
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
@@ -52,6 +53,36 @@ def test_inference_costs_its_operations_on_the_busiest_rank() -> None:
     assert seconds(cost, "ref_inf", "d1") == pytest.approx(forward_flops(LLAMA, [30] * 16) / 1e12)
     uneven = (equal_rows(1, n=3)[0], equal_rows(1, n=5)[0])
     assert seconds(cost, "ref_inf", "d2", uneven) == pytest.approx(forward_flops(LLAMA, [30] * 5) / 1e12)
+
+
+ROUTED = replace(LLAMA, n_experts=8, experts_per_token=2, expert_intermediate=160)
+
+
+def test_replicas_that_divide_experts_exchange_their_tokens() -> None:
+    """Rows of two experts per token, one way and back in four blocks; training does so twice. Three quarters leave."""
+    linked = replace(COMPUTE_ONLY, node=Link(1e6, 0.0))
+    cost, free = cost_model(linked, actor=ROUTED), cost_model(COMPUTE_ONLY, actor=ROUTED)
+    tokens, numbers = 16 * 30 / 4 * 2 * 64 * 4 * 3 / 4, 8 * 8 * 3 / 4
+    exchanged = seconds(cost, "ref_inf", "d4e4") - seconds(free, "ref_inf", "d4e4")
+    assert exchanged == pytest.approx(4 * (2 * tokens + numbers) / 1e6)
+    assert seconds(cost, "ref_inf", "d4") == seconds(free, "ref_inf", "d4")
+    assert seconds(cost, "ref_inf", "d2t2e2") - seconds(free, "ref_inf", "d2t2e2") == pytest.approx(
+        seconds(cost, "ref_inf", "d2t2") - seconds(free, "ref_inf", "d2t2")
+    )
+
+
+def test_gradients_of_divided_experts_are_summed_over_fewer_replicas() -> None:
+    linked, traffic = replace(COMPUTE_ONLY, node=Link(1e6, 0.0)), {}
+    cost = cost_model(linked, actor=ROUTED)
+    experts = sum(spec.numel for spec in param_specs(ROUTED) if spec.is_expert)
+    for text in ("d4", "d4e2", "d4e4"):
+        where = layout(text)
+        placement = Placement(where, MicroBatching())
+        rows = [(r.ids, r.lengths) for r in equal_rows(4)]
+        traffic[text] = cost._update(cost.graph["actor_train"], placement, rows)
+    saved = {text: (traffic["d4"] - traffic[text]) * 1e6 / (2 * 4) for text in traffic}
+    assert saved["d4e4"] == pytest.approx(3 / 4 * experts)
+    assert saved["d4e2"] == pytest.approx(3 / 4 * experts - 1 / 2 * experts / 2)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -86,6 +86,17 @@ def transient(model: MemoryModel, mfc: str, text: str, some: BatchRows, limits: 
     return model.transient(model.graph[mfc], Placement(where, limits), [some], layout(home or text))
 
 
+def test_experts_take_less_memory_with_their_degree() -> None:
+    """Weights, gradients and optimizer state of experts fall as 1/ep; other state is divided by all replicas."""
+    routed = replace(LLAMA, n_experts=8, experts_per_token=2, expert_intermediate=160)
+    model, experts = memory_model(actor=routed), sum(spec.numel for spec in param_specs(routed) if spec.is_expert)
+    rest = sum(spec.numel for spec in param_specs(routed)) - experts
+    for text, ep in (("d8", 1), ("d8e2", 2), ("d8e4", 4), ("d8e8", 8)):
+        found = model.resident("actor", ParallelStrategy.parse(text))
+        assert found.weights == found.gradients == 4 * (rest + experts / ep)
+        assert found.optimizer == 8 * (rest + experts) / 8
+
+
 def test_inference_takes_its_largest_micro_batch() -> None:
     (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     some, limits = rows(10), MicroBatching(max_tokens_per_mb=60)

@@ -1,5 +1,6 @@
 """Traffic equals that of the routes of a reallocation."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,12 +8,15 @@ import pytest
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Holders, PrepareCall
+from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import plan_realloc
 from realhf.plan.cost.speed import Traffic
 from realhf.plan.cost.traffic import RING_BYTES, realloc_traffic, ring_bytes_of, traffic_of, transfer_traffic
 from tests.plan.compile.test_realloc import CONFIG
 
+ROUTED = replace(CONFIG, n_layers=2, n_experts=4, experts_per_token=2, expert_intermediate=8)
+DIVIDED = ("d1", "d2e2", "d4e2", "t2e2", "t4e2", "d2t2e4", "d2p2e2", "d2", "t2", "d4z3")
 STRATEGIES = ("d1", "d2", "d4", "t2", "t4", "p2", "p3", "d2t2", "t2p2", "d4z3", "d2t2z3", "d2p2z3")
 
 
@@ -21,13 +25,17 @@ def layout(text: str, start: int = 0) -> Layout:
     return Layout(DeviceMesh(tuple(range(start, start + strategy.world))), strategy)
 
 
-@pytest.mark.parametrize("src, dst", list(product(STRATEGIES, STRATEGIES)))
-def test_traffic_equals_that_of_the_routes(src: str, dst: str) -> None:
+PAIRS = [(CONFIG, *pair) for pair in product(STRATEGIES, STRATEGIES)]
+PAIRS += [(ROUTED, *pair) for pair in product(DIVIDED, DIVIDED)]
+
+
+@pytest.mark.parametrize("model, src, dst", PAIRS)
+def test_traffic_equals_that_of_the_routes(model: ModelConfig, src: str, dst: str) -> None:
     for start in (0, 2, 4):
         here, there = layout(src), layout(dst, start)
-        routes = plan_realloc(param_specs(CONFIG), lambda pp: stage_layers(CONFIG, pp), here, there, 4)
+        routes = plan_realloc(param_specs(model), lambda pp: stage_layers(model, pp), here, there, 4)
         expected = traffic_of(((r.src, r.dsts, r.numel * 4, len(r.parts)) for r in routes), 4)
-        found = realloc_traffic(CONFIG, here, there, 4, 4)
+        found = realloc_traffic(model, here, there, 4, 4)
         # chunks end at rows, which are a large part of a chunk in a model this small
         assert found.total == pytest.approx(expected.total, rel=0.15)
         assert found.copied == pytest.approx(expected.copied, rel=0.25)

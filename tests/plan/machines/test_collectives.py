@@ -40,6 +40,17 @@ def test_every_member_of_a_node_adds_a_port() -> None:
     assert ring_link(faster, range(32)).bandwidth == 370e9  # limited inside the nodes
 
 
+def test_an_exchange_uses_one_port_per_rank_between_nodes() -> None:
+    """Of eight equal parts a rank keeps one; three or seven go over its link to the node, four over its own port."""
+    exchange, nbytes = CollectiveKind.ALL_TO_ALL, 8e9
+    near, far = H100.node, H100.network({0, 1})
+    inside = 7 * (near.latency + 1e9 / near.bandwidth)
+    assert collective_seconds(H100, exchange, nbytes, range(8)) == pytest.approx(inside)
+    across = 3 * (near.latency + 1e9 / near.bandwidth) + 4 * (far.latency + 1e9 / far.bandwidth)
+    assert collective_seconds(H100, exchange, nbytes, (0, 1, 2, 3, 8, 9, 10, 11)) == pytest.approx(across)
+    assert collective_seconds(H100, exchange, nbytes, (0,)) == 0
+
+
 def test_links_between_pods_are_oversubscribed() -> None:
     pods = replace(H100, pod_nodes=4, oversubscription=7.0)
     inside, across = range(0, 32, 8), range(24, 40, 8)
