@@ -131,7 +131,8 @@ def test_the_balance_loss_of_one_row_and_layer_equals_transformers() -> None:
     result = theirs(row[None], output_router_logits=True)
     logits = result.router_logits[0]
     probs, _, experts = route(logits, RoutingRule(2, True))
-    ours = balance_loss(probs, experts, torch.zeros(len(row), dtype=torch.int64), 1, slice(0, len(row)))
+    rows = torch.zeros(len(row), dtype=torch.int64)
+    ours = balance_loss(probs, experts, rows, 1, rows)
     expected = load_balancing_loss_func((logits,), 5, 2)
     assert torch.allclose(ours / len(row), expected)
 

@@ -13,6 +13,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degre
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
+from realhf.plan.compile.context import context_problem, of_call
 from realhf.plan.compile.experts import common_degree, expert_problem
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
@@ -24,7 +25,7 @@ MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, actor_gen:d2,*:d1, or FILE.json"
 SERVERS = ("vllm", "sglang")
 TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default tokens per micro-batch by device: what fits in CPU caches; GPUs need larger matrix products."""
-AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}
+AXES = {"d": "dp", "t": "tp", "m": "tp", "c": "tp", "p": "pp", "e": "ep"}
 Models = Mapping[str, ModelConfig]
 
 
@@ -82,7 +83,7 @@ def allocate(
             near = nearest_strategy(request.strategy, len(request.mesh.ranks), known)
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
-        elif problem := expert_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
+        elif problem := call_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
             problems.append(f"{mfc.name}: {problem}")
         else:
             layout = Layout(request.mesh, request.strategy)
@@ -93,6 +94,11 @@ def allocate(
     if problems:
         raise UserError(problems)
     return with_backends(ExecutionPlan(n_workers, placements), graph, options)
+
+
+def call_problem(mfc: MFC, strategy: ParallelStrategy, role: RoleSpec | None, backend: Backend) -> str:
+    """Return why a call cannot divide experts or rows as a strategy does, or an empty string."""
+    return expert_problem(mfc, strategy, role, backend) or context_problem(mfc, strategy, role)
 
 
 def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
@@ -151,7 +157,7 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
 def _of_rest(rest: _Assignment, mfc: MFC, models: Models) -> _Assignment:
     """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
     model = next((model for role, model in models.items() if role == mfc.role), None)
-    rest = replace(rest, strategy=common_degree(mfc, rest.strategy, model))
+    rest = replace(rest, strategy=of_call(mfc, common_degree(mfc, rest.strategy, model)))
     return rest if mfc.is_train else replace(rest, saving=None)
 
 
@@ -179,11 +185,11 @@ def _parse(text: str) -> tuple[ParallelStrategy, str]:
     try:
         return ParallelStrategy.parse(text), ""
     except ValueError as error:
-        degrees = re.findall(r"([dtmpe])([1-9]\d*)", text.lower())
+        degrees = re.findall(r"([dtmpec])([1-9]\d*)", text.lower())
         found = {AXES[letter]: int(number) for letter, number in degrees}
         dp, tp, ep = (found.get(axis, 1) for axis in ("dp", "tp", "ep"))
         ep = min(expert_degrees(dp, tp), key=lambda legal: abs(legal - ep))
-        return ParallelStrategy(dp, tp, found.get("pp", 1), ep=ep), str(error)
+        return ParallelStrategy(dp, tp, found.get("pp", 1), ep=ep), str(error)  # without c
 
 
 def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Requests:

@@ -62,7 +62,7 @@ def all_strategies(world: int) -> list[ParallelStrategy]:
 
 def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[str]:
     """Return the reasons why a model cannot be sharded with a strategy."""
-    tp, kv, ep, count = strategy.tp, config.n_kv_heads, strategy.ep, config.n_experts
+    tp, kv, ep, count = strategy.cuts.tp, config.n_kv_heads, strategy.ep, config.n_experts
     of_expert = config.expert_intermediate * (tp // strategy.cuts.expert_tp)  # others have other experts
     smallest_dim = min(width for width in (config.vocab, config.intermediate, of_expert) if width)
     problems = []
