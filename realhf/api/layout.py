@@ -67,6 +67,16 @@ class ParallelStrategy:
         return 1 if self.zero3 else self.dp * self.tp if self.context else self.dp // self.expert_dp
 
     @property
+    def weight_tp(self) -> int:
+        """Number of tensor-parallel ranks, which have shares of the weights."""
+        return 1 if self.context else self.tp
+
+    @property
+    def weight_dp(self) -> int:
+        """Number of ranks of a stage that train the same weights, if these are no experts."""
+        return self.dp * self.tp // self.weight_tp
+
+    @property
     def expert_dp(self) -> int:
         """Number of data-parallel ranks that divide the experts, and exchange tokens."""
         return max(1, self.ep // self.tp)
@@ -83,7 +93,7 @@ class ParallelStrategy:
     @property
     def cuts(self) -> Cuts:
         """What determines the boxes of the shards of a stage."""
-        return Cuts(1 if self.context else self.tp, self.n_shards, self.ep)
+        return Cuts(self.weight_tp, self.n_shards, self.ep)
 
     def with_zero3(self, wanted: bool) -> "ParallelStrategy":
         """Return this strategy with or without ZeRO-3; on one data-parallel rank both are the same."""

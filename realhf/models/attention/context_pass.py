@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from realhf.comm.context_parallel import ContextRegion
+from realhf.models.attention.context_attention import RowPart, attend_to_rows
 from realhf.models.attention.pass_attention import StageAttention
 from realhf.models.attention.stage_rotary import Rotation
 from realhf.models.low_rank import Dropout
-from realhf.ops.context_attention import RowPart, attend_to_rows
 from realhf.ops.rows import RowLayout
 
 

@@ -294,24 +294,34 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
     requests, problems = {}, []
     for name, option in options.items():
         parallel, mesh = option.parallel, contiguous_mesh(n_workers)
-        degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        dp, tp, pp = (max(1, degree) for degree in degrees)
-        given, legal = max(1, parallel.expert_parallel_size), expert_degrees(dp, tp)
-        strategy = ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda ep: abs(ep - given)))
-        error = "" if given in legal else f"expert_parallel_size={given} is none of {', '.join(map(str, legal))}"
+        strategy, error = _degrees(parallel)
         try:
             if option.device_mesh:
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
             mesh = contiguous_mesh(min(strategy.world, n_workers))  # so that other errors are reported too
-        if min(*degrees, parallel.expert_parallel_size) < 1:
-            error = "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
-            error += f"e{parallel.expert_parallel_size}" if parallel.expert_parallel_size != 1 else ""
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 
+def _degrees(given: ParallelConfig) -> tuple[ParallelStrategy, str]:
+    """Return the strategy of the options, or the nearest that is possible and the problem."""
+    dp, tp, pp, ep, cp = (max(1, degree) for degree in vars(given).values())
+    if min(vars(given).values()) < 1:
+        degrees = [*vars(given).values()]
+        named = [f"{letter}{n}" for letter, n in zip("dtpec", degrees, strict=True) if letter in "dtp" or n != 1]
+        return ParallelStrategy(dp, tp, pp), f"parallel degrees must be positive, got {''.join(named)}"
+    if cp > 1:
+        alone = tp == ep == 1
+        error = f"context_parallel_size={cp} replaces the tensor- and expert-parallel sizes; set them to 1"
+        return ParallelStrategy(dp, cp, pp, context=True), "" if alone else error
+    legal = expert_degrees(dp, tp)
+    error = "" if ep in legal else f"expert_parallel_size={ep} is none of {', '.join(map(str, legal))}"
+    return ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda degree: abs(degree - ep))), error
+
+
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
-    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp, near.ep)).items()
+    cp = near.tp // near.weight_tp
+    degrees = vars(ParallelConfig(near.dp, near.weight_tp, near.pp, near.ep, cp)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])
