@@ -12,7 +12,7 @@ MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({S
 """One node, several nodes, or plain ranks, and the comma before the next part."""
 
 
-AXES = ("dp", "tp", "pp", "ep", "edp")
+AXES = ("dp", "tp", "pp", "ep", "edp", "replicas")
 
 
 def expert_degrees(dp: int, tp: int) -> list[int]:
@@ -33,7 +33,8 @@ class ParallelStrategy:
     With ``zero3``, written ``d4t2p1z3``, data-parallel ranks have shares of the weights instead of copies (ZeRO-3).
     ``ep``, written ``d4t2p1e4``, divides the routed experts of a layer over so many ranks of a stage: over
     tensor-parallel ranks first, then over adjacent data-parallel ranks, which exchange tokens. With fewer than ``tp``
-    each expert is sharded over the other tensor-parallel ranks.
+    each expert is sharded over the other tensor-parallel ranks. With ``context``, written ``d4c2p1``, the ``tp`` ranks
+    of a stage have shares of the tokens and whole weights (context parallelism) instead of shares of the weights.
     """
 
     dp: int = 1
@@ -41,6 +42,7 @@ class ParallelStrategy:
     pp: int = 1
     zero3: bool = False
     ep: int = 1
+    context: bool = False
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp, self.ep) < 1:
@@ -49,6 +51,8 @@ class ParallelStrategy:
             raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
         if self.zero3 and self.ep > 1:
             raise ValueError(f"{self}: z3 already shards experts over data-parallel ranks; leave out z3 or e{self.ep}")
+        if self.context and (self.zero3 or self.ep > 1 or self.tp == 1):
+            raise ValueError(f"{self}: c divides the tokens of rows over at least two ranks, without e and z3")
         if self.ep not in (legal := expert_degrees(self.dp, self.tp)):
             raise ValueError(f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d: "
                              f"{', '.join(map(str, legal))}")  # fmt: skip
@@ -60,7 +64,17 @@ class ParallelStrategy:
     @property
     def n_replicas(self) -> int:
         """Number of copies of all weights; with expert parallelism there may be more of those that are no experts'."""
-        return 1 if self.zero3 else self.dp // self.expert_dp
+        return 1 if self.zero3 else self.dp * self.tp if self.context else self.dp // self.expert_dp
+
+    @property
+    def weight_tp(self) -> int:
+        """Number of tensor-parallel ranks, which have shares of the weights."""
+        return 1 if self.context else self.tp
+
+    @property
+    def weight_dp(self) -> int:
+        """Number of ranks of a stage that train the same weights, if these are no experts."""
+        return self.dp * self.tp // self.weight_tp
 
     @property
     def expert_dp(self) -> int:
@@ -74,12 +88,12 @@ class ParallelStrategy:
 
     def shard_number(self, dp: int, tp: int) -> int:
         """Return the number of the shard of a rank among those of its stage."""
-        return dp % (self.n_shards // self.tp) * self.tp + tp
+        return 0 if self.context else dp % (self.n_shards // self.tp) * self.tp + tp
 
     @property
     def cuts(self) -> Cuts:
         """What determines the boxes of the shards of a stage."""
-        return Cuts(self.tp, self.n_shards, self.ep)
+        return Cuts(self.weight_tp, self.n_shards, self.ep)
 
     def with_zero3(self, wanted: bool) -> "ParallelStrategy":
         """Return this strategy with or without ZeRO-3; on one data-parallel rank both are the same."""
@@ -87,21 +101,21 @@ class ParallelStrategy:
 
     def __str__(self) -> str:
         experts = f"e{self.ep}" if self.ep > 1 else ""
-        return f"d{self.dp}t{self.tp}p{self.pp}{experts}{'z3' if self.zero3 else ''}"
+        return f"d{self.dp}{'c' if self.context else 't'}{self.tp}p{self.pp}{experts}{'z3' if self.zero3 else ''}"
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
         """Parse ``d4t2p1``, ``d4p1m2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
         lower = text.strip().lower()
-        if not re.fullmatch(r"(?:[dtmpe][1-9][0-9]*){1,4}(?:z3)?", lower):
-            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2e8, d4z3)")
+        if not re.fullmatch(r"(?:[dtmpec][1-9][0-9]*){1,4}(?:z3)?", lower):
+            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4m2, d4t2e8, d4c2, d4z3)")
         zero3, degrees = lower.endswith("z3"), dict[str, int]()
-        for letter, number in re.findall(r"([dtmpe])(\d+)", lower):
-            axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}[letter]
+        for letter, number in re.findall(r"([dtmpec])(\d+)", lower):
+            axis = {"d": "dp", "t": "tp", "m": "tp", "c": "tp", "p": "pp", "e": "ep"}[letter]
             if axis in degrees:
-                raise ValueError(f"'{text}' gives the {axis} degree twice")
+                raise ValueError(f"'{text}' gives the {axis} degree twice" + " (c replaces t)" * ("c" in lower))
             degrees[axis] = int(number)
-        return ParallelStrategy(**degrees, zero3=zero3)
+        return ParallelStrategy(**degrees, zero3=zero3, context="c" in lower and degrees["tp"] > 1)
 
 
 @dataclass(frozen=True)
@@ -200,10 +214,16 @@ class Layout:
         return Coord(index // (s.dp * s.tp), index // s.tp % s.dp, index % s.tp)
 
     def axis(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the group of ``rank`` along an axis: ``dp``, ``tp``, ``pp``, ``ep`` or ``edp``.
+        """Return the group of ``rank`` along an axis: ``dp``, ``tp``, ``pp``, ``ep``, ``edp`` or ``replicas``.
 
         ``ep`` are the data-parallel ranks that exchange tokens of experts, ``edp`` those with the same experts.
+        ``replicas`` have the same weights that are not experts: data-parallel ranks and, with ``context``, all of the
+        stage.
         """
+        if name == "replicas":
+            size, first = self.strategy.dp * self.strategy.tp, self.mesh.ranks.index(rank)
+            stage = self.mesh.ranks[first // size * size : first // size * size + size]
+            return stage if self.strategy.context else self.axis("dp", rank)
         coord, n = self.coord(rank), self.strategy.expert_dp
         if name in ("ep", "edp"):
             group, at = self.axis("dp", rank), coord.dp
@@ -215,6 +235,11 @@ class Layout:
         s, ranks = self.strategy, self.mesh.ranks
         starts = [(p * s.dp + dp) * s.tp for p in range(s.pp)]
         return tuple([rank for start in starts for rank in ranks[start : start + s.tp]])
+
+    def has_first_copy(self, rank: int) -> bool:
+        """Return True for the workers that have, together, one copy of all weights."""
+        at, strategy = self.coord(rank), self.strategy
+        return strategy.zero3 or (at.dp < strategy.expert_dp and not (strategy.context and at.tp))
 
     def dp_heads(self) -> tuple[int, ...]:
         """Return the worker that holds the rows of each data-parallel rank: the first of its last stage."""

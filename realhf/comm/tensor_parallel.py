@@ -62,6 +62,10 @@ class TensorParallelRegion:
     def n_local_tokens(self) -> int:
         return self.local_tokens.stop - self.local_tokens.start
 
+    def local(self, x: Tensor) -> Tensor:
+        """Return this member's tokens of ``x`` ``[n_tokens, ...]``."""
+        return x[self.local_tokens]
+
     def copy_to_tp(self, x: Tensor) -> Tensor:
         """Forward: all tokens on every member. Backward: sum of gradients (sharded with sequence parallelism)."""
         return x if self.group.size == 1 else _Collective.apply(x, self.all_gather_tokens, self.reduce_scatter_tokens)
@@ -76,7 +80,7 @@ class TensorParallelRegion:
         """Forward: all tokens, for a replicated computation. Backward: local slice, since gradients are equal."""
         if not self.sequence:
             return x
-        return _Collective.apply(x, self.all_gather_tokens, lambda grad: grad[self.local_tokens])
+        return _Collective.apply(x, self.all_gather_tokens, self.local)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
         """Return all members' tokens, ``[n_tokens, ...]``; not differentiable."""

@@ -111,11 +111,15 @@ class Block:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Router losses are added to the training loss: token t is in row ``rows[t]`` of ``n_rows``, with ``weight``."""
+    """Router losses are added to the training loss: token t is in row ``rows[t]`` of ``n_rows``, with ``weight``.
+
+    The members of the ``region`` divide the tokens.
+    """
 
     rows: Tensor
     n_rows: int
     weight: float
+    region: TensorParallelRegion
 
 
 class Routing(Protocol):
@@ -276,7 +280,9 @@ def _experts(
     after = _add(x, output, None, experts.post_norm, context)
     if router_loss is None:
         return after, None
-    balance = balance_loss(probs, all_chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
+    if (region := router_loss.region) is not tp_region:  # context parallelism
+        all_chosen = region.all_gather_tokens(chosen)
+    balance = balance_loss(probs, all_chosen, router_loss.rows, router_loss.n_rows, region.local(router_loss.rows))
     z = z_loss(logits)
     # this layer's share of the mean over routed layers and over all tokens of the step
     loss = (config.balance_loss * balance + config.z_loss * z) * (router_loss.weight / len(config.routed_layers))

@@ -88,10 +88,10 @@ class StageRouters:
     def new_cache(self, n_slots: int, max_len: int, device: torch.device) -> ExpertCache:
         return ExpertCache(self._config, len(self._routed), n_slots, max_len, device)
 
-    def replay(self, experts: Tensor, local: slice) -> Replay:
-        """Return the ``local`` tokens and the stage's layers of ``experts``, ``[T, L * k]`` of all routed layers."""
+    def replay(self, experts: Tensor) -> Replay:
+        """Return the stage's layers of ``experts`` ``[t, L * k]``, those of local tokens in all routed layers."""
         n_layers, first = len(self._config.routed_layers), self.first
-        own = experts[local].unflatten(1, (n_layers, -1))[:, first : first + len(self._routed)]
+        own = experts.unflatten(1, (n_layers, -1))[:, first : first + len(self._routed)]
         return Replay(own, self._routed)
 
     def recording(self, cache: ExpertCache | None, slots: Tensor, positions: Tensor) -> Recording | None:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.distributions import packed_distribution, packed_top_logprobs
 from realhf.ops.logprobs import VocabShard, packed_logprobs
 from realhf.ops.rows import on_device
@@ -17,7 +18,8 @@ class TokenHead:
     """``states`` are the final hidden states of packed tokens, ``[t, D]``, of rows with ``lengths``.
 
     ``prev_index`` (``[T]`` int64) is each token's predecessor among the states (-1: none), by default the adjacent
-    token of its row. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given.
+    token of its row. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given. With context parallelism
+    ``states`` are those of this member of the ``region``; results are of all tokens.
     """
 
     states: Tensor
@@ -27,6 +29,7 @@ class TokenHead:
     softcap: float
     shard: VocabShard
     add_to: Tensor | None
+    region: TensorParallelRegion | None = None
 
     def logprobs(self, tokens: Tensor, temperature: float) -> Tensor:
         """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first."""
@@ -68,5 +71,8 @@ class TokenHead:
             return found.masked_fill((self.prev_index < 0).view(-1, *[1] * (found.ndim - 1)), 0.0)
         starts = [start for start, n in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False) if n]
         firsts = on_device(torch.tensor(starts, dtype=torch.int64), targets.device)
+        if self.region is not None:
+            own = score(self.states, self.region.local(targets.roll(-1, 0)))
+            return self.region.gather_from_sp(own).roll(1, 0).index_fill(0, firsts, 0.0)
         # each token predicts the next one; predictions across row boundaries are masked
         return score(self.states, targets.roll(-1, 0)).roll(1, 0).index_fill(0, firsts, 0.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
+from realhf.comm.context_parallel import ContextRegion
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
+from realhf.models.attention.context_pass import ContextPass
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Block, Experts, ForwardContext, Norm, PassAttention, RouterLoss, Routing, run_block
@@ -49,7 +51,7 @@ SINGLE_RANK_GROUP = Group((0,), 0)
 
 
 class Transformer:
-    """The layers in ``params``, sharded over the tensor-parallel group ``tp``.
+    """The layers in ``params``, sharded over the tensor-parallel group ``tp``; rows are divided over ``cp``.
 
     With LoRA, ``params`` has the adapters, and ``base`` the frozen weights, which other models may share.
     The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
@@ -67,8 +69,9 @@ class Transformer:
         base: FlatParams | None = None,
         tp_overlap: bool = False,
         expert_region: ExpertRegion | None = None,
+        cp: Group = SINGLE_RANK_GROUP,
     ) -> None:
-        self.config, self.params, self.tp = config, params, tp
+        self.config, self.params, self.tp, self.cp = config, params, tp, cp
         self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.tp_overlap, self.expert_region = tp_overlap, expert_region
@@ -114,6 +117,15 @@ class Transformer:
         sums, self._router_sums = self._router_sums, torch.zeros_like(self._router_sums)
         first = self._routers.first
         return F.pad(sums, (0, 0, first, len(self.config.routed_layers) - first - len(sums)))
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether the workers of a replica have different tokens between layers in training."""
+        return self.sequence_parallel or self.cp.size > 1
+
+    def token_region(self, n_tokens: int) -> TensorParallelRegion:
+        """Return the region whose members divide the tokens of a pass: that of context or tensor parallelism."""
+        return ContextRegion(self.cp, n_tokens) if self.cp.size > 1 else self.tp_region(n_tokens)
 
     def tp_region(self, n_tokens: int) -> TensorParallelRegion:
         """Return the tensor-parallel region of a pass; tokens are sharded only in training."""
@@ -179,20 +191,30 @@ class Transformer:
     ) -> Tensor:
         """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
 
-        With sequence parallelism in training, the result has only this rank's tokens. ``x`` is the previous stage's
-        output (None on the first). Positions start at 0 in every row, or continue those of row ``prefixes[i]`` (see
-        ``rotary_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
-        sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
-        through the result: their mean over routed layers, summed over tokens, times this weight. ``observe`` receives
-        the embedding's and every layer's name and output. ``experts``, ``[T, L * k]`` of all routed layers, replace the
-        choice of the routers (see ``route``); ``dropout`` is that of adapters. Raises ValueError for a
-        row that is longer than the learned positions.
+        With context parallelism, or sequence parallelism in training, the result has only this rank's tokens. ``x`` is
+        the previous stage's output (None on the first). Positions start at 0 in every row, or continue those of row
+        ``prefixes[i]`` (see ``rotary_attention``). With a cache, keys and values of row i are stored in slot
+        ``slots[i]`` (prefill). Rows sorted by length are fastest. With a ``token_weight``, the router losses join the
+        loss that is differentiated through the result: their mean over routed layers, summed over tokens, times this
+        weight. ``observe`` receives the embedding's and every layer's name and output. ``experts``, ``[T, L * k]`` of
+        all routed layers, replace the choice of the routers (see ``route``); ``dropout`` is that of adapters. Raises
+        ValueError for a row that is longer than the learned positions.
         """
-        layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
-        rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
+        layout, region = RowLayout(tuple(lengths), tuple(prefixes), tokens.device), self.token_region(len(tokens))
         routing: Routing | None = None
         if experts is not None:
-            routing = self._routers.replay(experts, self.tp_region(len(tokens)).local_tokens)
+            routing = self._routers.replay(region.local(experts))
+        has_router_loss = token_weight and self.config.n_experts
+        router_loss = RouterLoss(layout.rows, len(lengths), token_weight, region) if has_router_loss else None
+        if isinstance(region, ContextRegion):
+            assert cache is None and not prefixes, "rows of context parallelism are whole, and not stored"
+            dropout = None if dropout is None else replace(dropout, keys=region.local(dropout.keys))
+            positions = region.local(layout.positions)
+            rotation = self.rotary.rotation(positions, layout.longest)
+            divided = ContextPass(self._attention(), layout, rotation, region, dropout)
+            x = self._embed(region.local(tokens), positions, layout.longest) if x is None else x
+            return self._run(x, len(positions), divided, router_loss, observe, routing, dropout)
+        rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
             slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)[layout.rows]
@@ -200,8 +222,6 @@ class Transformer:
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
         attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout)
-        has_router_loss = token_weight and self.config.n_experts
-        router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
         with self._memory_of(EMBEDDING) if x is None else nullcontext():
             x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
@@ -333,7 +353,7 @@ class Transformer:
         if weights.positions is not None:
             if longest > len(weights.positions):
                 raise ValueError(f"a row has {longest} tokens; this model has {len(weights.positions)} positions")
-            x = x + F.embedding(positions[tp_region.local_tokens], weights.positions)
+            x = x + F.embedding(tp_region.local(positions), weights.positions)
         return x
 
     @property
@@ -365,10 +385,14 @@ class Transformer:
         """Return the head at the hidden states of packed tokens. Collective over ``tp``."""
         is_trained = self.params.has_grad and self._head_name in self.params.names
         add_to = self.params.grad_view(self._head_name) if is_trained else None
-        states = self.tp_region(sum(lengths)).copy_to_tp(hidden)
+        region = self.token_region(sum(lengths))
+        states, own = (hidden, region) if self.cp.size > 1 else (region.copy_to_tp(hidden), None)
         cap, shard = self.config.logit_softcap, self._vocab_shard
-        return TokenHead(states, lengths, prev_index, self.head, cap, shard, add_to)
+        return TokenHead(states, lengths, prev_index, self.head, cap, shard, add_to, own)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse for values)."""
-        return self.tp_region(n_tokens).gather_from_sp(hidden).float() @ self.head[0].float()
+        region, head = self.token_region(n_tokens), self.head[0].float()
+        if self.cp.size > 1:  # gradients of the head are summed over its members
+            return region.gather_from_sp(hidden.float() @ head)
+        return region.gather_from_sp(hidden).float() @ head

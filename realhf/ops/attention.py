@@ -184,7 +184,7 @@ def _with_prefixes(
         if prefix >= 0:
             k, v = torch.cat((rows[prefix][1], k)), torch.cat((rows[prefix][2], v))
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        outs.append(_block(q_, k_, v_, scoring, len(k) - len(q), sinks)[0].transpose(0, 1) if len(q) else q)
+        outs.append(block_attention(q_, k_, v_, scoring, len(k) - len(q), sinks)[0].transpose(0, 1) if len(q) else q)
     return outs
 
 
@@ -204,7 +204,8 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, sinks: Ten
     step = max(BLOCK, scoring.window)
     stores_scores = scoring.softcap or sinks is not None
     recompute = stores_scores and torch.is_grad_enabled()  # saves no scores for the backward pass
-    attend = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False) if recompute else _block
+    computed_again = partial(checkpoint, block_attention, use_reentrant=False, preserve_rng_state=False)
+    attend = computed_again if recompute else block_attention
     outs = []
     for start in range(0, length, step):
         stop = min(start + step, length)
@@ -214,7 +215,9 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, sinks: Ten
     return torch.cat(outs, 2)
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, offset: int, sinks: Tensor | None = None) -> Tensor:
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, offset: int, sinks: Tensor | None = None
+) -> Tensor:
     """Attend from ``[n, H, Q, d]`` to keys ``[n, K, S, d]``; the first query's own key is at ``offset``."""
     distance = torch.arange(q.shape[2], device=q.device)[:, None] + offset - torch.arange(k.shape[2], device=q.device)
     visible = (distance >= 0) & (distance < scoring.window) if scoring.window else distance >= 0
@@ -247,7 +250,7 @@ def attend_to_prefix(
 ) -> Tensor:
     """Attend from the last tokens of a row, ``[T, H, d]``, to keys and values of the row, ``[K, S, d]``."""
     parts = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    out = _block(*parts, scoring, k.shape[1] - len(q), sinks)
+    out = block_attention(*parts, scoring, k.shape[1] - len(q), sinks)
     return out[0].transpose(0, 1)
 
 

@@ -238,10 +238,10 @@ def combine(y: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), per_token).squeeze(1)
 
 
-def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, local: slice) -> Tensor:
+def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, local_rows: Tensor) -> Tensor:
     """Return the load-balancing loss, summed over the local tokens.
 
-    ``probs`` is ``[t, E]`` of the tokens ``local``; ``experts`` (``[T, k]``) and ``rows`` (``[T]``) are of all tokens.
+    ``probs`` ``[t, E]`` and ``local_rows`` ``[t]`` are of these, ``experts`` ``[T, k]`` and ``rows`` ``[T]`` of all.
     A row of n tokens has the loss ``n * E * sum_e f_e P_e``: ``f_e`` is the fraction of its tokens routed to expert e,
     ``P_e`` their mean probability for e. This is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) per sequence
     (DeepSeek-V3, arXiv 2412.19437, eq. 17), so micro-batches and layout do not matter; k per token if it is balanced.
@@ -251,7 +251,7 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     counts = torch.zeros(n_rows * n_experts, device=probs.device)
     counts = counts.scatter_add_(0, cells, torch.ones(len(cells), device=probs.device)).view(n_rows, n_experts)
     lengths = _counts(rows, n_rows)
-    fractions = (counts / lengths.clamp(min=1)[:, None]).index_select(0, rows[local])
+    fractions = (counts / lengths.clamp(min=1)[:, None]).index_select(0, local_rows)
     return n_experts * (fractions * probs).sum()
 
 

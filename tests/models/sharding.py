@@ -58,6 +58,13 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
     "d2t2 overlapped": _sharded((1, 0, 3, 2), "d2t2", overlap=True),
     "d2t2p2": _sharded((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2", overlap=True),
 }
+CONTEXT_LAYOUTS: Mapping[str, ShardedLayout] = {
+    "c2": _sharded((1, 0), "c2"),
+    "c4": _sharded((0, 1, 2, 3), "c4", overlap=True),
+    "d2c2": _sharded((1, 0, 2, 3), "d2c2"),
+    "d2c2 overlapped": _sharded((0, 1, 2, 3), "d2c2", overlap=True),
+    "c2p2": _sharded((2, 1, 0, 3), "c2p2"),
+}
 EXPERT_LAYOUTS: Mapping[str, ShardedLayout] = {
     "t2e2": _sharded((1, 2), "t2e2"),
     "t2e2 without sequence": _sharded((1, 0), "t2e2", sequence=False),
@@ -101,7 +108,7 @@ def job(
 ) -> dict[tuple[str, str], WorkerResult]:
     """Run each model in one layout after the other; each layout loads what the previous one saved."""
     grad_reduction.BUCKET_NUMEL = 500
-    every = LAYOUTS | EXPERT_LAYOUTS
+    every = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
     layouts = [every[name].layout for name in names]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
@@ -169,7 +176,7 @@ def run(engine: NativeEngine) -> WorkerResult:
         if set(keys) <= rows.columns.keys()
     }
     sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
-    if not is_critic and strategy.expert_dp == 1:
+    if not is_critic and strategy.expert_dp == 1 and not strategy.context:
         is_routed = bool(engine.config.n_experts)
         responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5, record_experts=is_routed)
         sampled |= {"routed_experts": {}} if is_routed else {}
@@ -204,7 +211,8 @@ def batch_of(numbers: range, column: str) -> SequenceBatch:
 
 def projected_logits(outputs: ForwardOutputs, batch: SequenceBatch) -> Tensor:
     """Return a projection of the logits, one number per token."""
-    logits = outputs.model.logits(outputs.hidden)
+    hidden = outputs.model.token_region(len(outputs.packing.tokens)).gather_from_sp(outputs.hidden)
+    logits = outputs.model.logits(hidden)
     return logits @ torch.arange(logits.shape[1]).float().cos()
 
 

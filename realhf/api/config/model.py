@@ -109,6 +109,7 @@ class ParallelConfig:
     tensor_parallel_size: int = opt(1, "tensor-parallel size", COUNT)
     pipeline_parallel_size: int = opt(1, "pipeline-parallel size", COUNT)
     expert_parallel_size: int = opt(1, "expert-parallel size, within data and tensor parallelism", COUNT)
+    context_parallel_size: int = opt(1, "context-parallel size, which replaces the tensor-parallel size", COUNT)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from realhf.arch.param_specs import stage_layers
 from realhf.base.seeds import stable_seed
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.expert_parallel import expert_region
-from realhf.comm.process_groups import ParallelContext
+from realhf.comm.process_groups import Group, ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, Loss, LossFn
 from realhf.data.turns import TurnDriver
@@ -73,7 +73,8 @@ class NativeEngine:
         """Common prefixes of one prompt's rows are computed once, unless that makes attention slower."""
         config, window = self.config, max(map(self.config.sliding_window, range(self.config.n_layers)))
         kind = self.context.device, self.model.dtype, config.head_dim, config.attention_softcap, window
-        return self.share_prompts and supports_shared_prefixes(*kind)
+        has_whole_rows = not self.context.layout.strategy.context
+        return self.share_prompts and has_whole_rows and supports_shared_prefixes(*kind)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
@@ -171,7 +172,7 @@ class NativeEngine:
         if not self.config.n_experts:
             return {}, {}
         sums = self.model.pop_router_sums()
-        for axis in ("tp", "pp") if self.model.sequence_parallel else ("pp",):  # without it every rank has all tokens
+        for axis in ("tp", "pp") if self.model.divides_tokens else ("pp",):  # without it every rank has all tokens
             self.context.group(axis).all_reduce(sums)
         balance, z = sums[:, :2].mean(0).tolist()
         loads = self.context.group("dp").all_reduce(sums[:, 2:].contiguous())
@@ -215,8 +216,7 @@ class NativeEngine:
         return group.all_reduce(total).to(sums.device)
 
     def save(self, path: Path) -> None:
-        strategy = self.context.layout.strategy
-        if self.context.coord.dp >= strategy.dp // strategy.n_replicas:
+        if not self.context.layout.has_first_copy(self.context.rank):
             return
         writer = self.context.layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
@@ -250,8 +250,8 @@ class NativeEngine:
         params = self.params if name in {spec.name for spec in own_specs(self.config)} else self.model.base
         dtype, layout, strategy = params.data.dtype, self.context.layout, self.context.layout.strategy
         full = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=dtype)
-        replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp < strategy.expert_dp)
-        first = replace(strategy, dp=strategy.expert_dp, zero3=False)
+        replica = tuple(rank for rank in layout.mesh.ranks if layout.has_first_copy(rank))
+        first = replace(strategy, dp=strategy.expert_dp, tp=strategy.cuts.tp, zero3=False, context=False)
         source = layout if strategy.zero3 else Layout(DeviceMesh(replica), first)
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
@@ -315,7 +315,7 @@ def build_engine(
     dtype = own_dtype(role)
     has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
     strategy = context.layout.strategy
-    replicas = 1 if strategy.zero3 else strategy.dp
+    replicas = 1 if strategy.zero3 else len(context.layout.axis("replicas", context.rank))
     optimizer_type, pad_to = _optimizer(role, replicas) if has_optimizer else (None, replicas)
     params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
     base = None
@@ -334,8 +334,10 @@ def build_engine(
     recompute = role.spec.recompute if trained else None
     tp_overlap = context.device.type == "cuda" if role.spec.tp_overlap is None else role.spec.tp_overlap
     used = gathered_params(config, params, context) if strategy.zero3 else params
-    model = Transformer(config, used, recompute, context.group("tp"), trained and role.spec.sequence_parallel, base,
-                        tp_overlap, expert_region(config.n_experts, context))  # fmt: skip
+    group, single = context.group("tp"), Group((context.rank,), context.rank)
+    tp, cp = (single, group) if strategy.context else (group, single)
+    model = Transformer(config, used, recompute, tp, trained and role.spec.sequence_parallel, base,
+                        tp_overlap, expert_region(config.n_experts, context), cp)  # fmt: skip
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce
     overlap = context.device.type == "cuda" if overlap is None else overlap

@@ -32,7 +32,7 @@ def _multiplicity(params: FlatParams, name: str, context: ParallelContext) -> in
 def _tp_holders(params: FlatParams, name: str, context: ParallelContext) -> int:
     """Return the number of tensor-parallel ranks that hold this worker's slice of a parameter."""
     strategy, spec, dp = context.layout.strategy, params.spec(name), context.coord.dp
-    numbers = (strategy.shard_number(dp, tp) for tp in range(strategy.tp))
+    numbers = (strategy.shard_number(dp, tp) for tp in range(strategy.cuts.tp))
     return [numbered_box(spec, strategy.cuts, number) for number in numbers].count(params.box(name))
 
 
@@ -48,18 +48,18 @@ class SharedGradients:
     def __init__(self, params: FlatParams, context: ParallelContext, sequence_parallel: bool) -> None:
         self.params, self.context = params, context
         self.grad_view: Callable[[str], Tensor] = params.grad_view
-        strategy = context.layout.strategy
+        strategy, tp = context.layout.strategy, context.layout.strategy.cuts.tp
         specs = [params.spec(name) for name in params.names]
         divided = [s for s in specs if s.is_expert and strategy.ep > 1]
         self.replicated_units = [
             s for s in specs
-            if s not in divided and s.tp_dim is not None and (s.tp_units or s.shape[s.tp_dim]) < strategy.tp
+            if s not in divided and s.tp_dim is not None and (s.tp_units or s.shape[s.tp_dim]) < tp
             or s in divided and _tp_holders(params, s.name, context) > 1
         ]  # fmt: skip
         # the scalar head reads all tokens on every rank
         self.replicated = [
             s for s in specs
-            if s not in divided and s.tp_dim is None and strategy.tp > 1
+            if s not in divided and s.tp_dim is None and tp > 1
             and (sequence_parallel and s.name != "head.weight" or self._is_half_of_sharded(s.name))
         ]  # fmt: skip
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
@@ -162,7 +162,7 @@ class ShardedAdamW:
     ) -> None:  # fmt: skip
         self.params, self.config, self.context = params, config, context
         has_share = context.layout.strategy.zero3
-        self.group = group = Group((context.rank,), context.rank) if has_share else context.group("dp")
+        self.group = group = Group((context.rank,), context.rank) if has_share else context.group("replicas")
         self.shared = SharedGradients(params, context, sequence)
         groups = [group, *([context.group("edp")] if len(params.segments) > 1 else [])]
         self.ranges = [AdamWRange(params, *pair, config) for pair in zip(params.segments, groups, strict=True)]

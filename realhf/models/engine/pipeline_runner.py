@@ -138,7 +138,7 @@ class Pipeline:
                                  experts=batch.experts, dropout=batch.dropout)  # fmt: skip
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
-        return self.receive_rows(self.model.tp_region(len(batch.tokens)).n_local_tokens, rank)
+        return self.receive_rows(self.model.token_region(len(batch.tokens)).n_local_tokens, rank)
 
     def receive_rows(self, n_rows: int, rank: int) -> Tensor:
         """Receive the hidden states of ``n_rows`` tokens from another stage."""

@@ -26,8 +26,7 @@ WEIGHTS, AVERAGE, STEPS = "weights", "average", "steps"
 def snapshot(engine: NativeEngine) -> dict[str, Tensor]:
     """Return copies in host memory of the tensors that this worker saves; none if other workers save all of them."""
     state: dict[str, Tensor] = {}
-    strategy = engine.context.layout.strategy
-    if engine.context.coord.dp < strategy.dp // strategy.n_replicas:
+    if engine.context.layout.has_first_copy(engine.context.rank):
         state[WEIGHTS] = engine.params.data
         if engine.params.average is not None:
             state[AVERAGE] = engine.params.average
@@ -65,7 +64,7 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
     flats: dict[str, Tensor] = {}
     for pp, number in product(range(saved.strategy.pp), range(saved.strategy.n_shards)):
         first, *_ = _replicas(saved, pp, number)
-        shard = empty_shard(engine.config, saved, first, params.data.dtype, "meta", saved.strategy.dp)
+        shard = empty_shard(engine.config, saved, first, params.data.dtype, "meta", len(saved.axis("replicas", first)))
         common = {name: both for name in set(shard.names) & set(params.names)
                   if (both := intersect(shard.box(name), params.box(name)))}  # fmt: skip
         if not common:
@@ -82,8 +81,9 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
 
 def _replicas(layout: Layout, pp: int, number: int) -> list[int]:
     """Return the workers that hold a shard of a stage, the first replica's first."""
-    dps, tp = range(layout.strategy.dp), number % layout.strategy.tp
-    return [layout.rank(Coord(pp, dp, tp)) for dp in dps if layout.strategy.shard_number(dp, tp) == number]
+    strategy = layout.strategy
+    coords = [Coord(pp, dp, tp) for dp in range(strategy.dp) for tp in range(strategy.tp)]
+    return [layout.rank(at) for at in coords if strategy.shard_number(at.dp, at.tp) == number]
 
 
 def _read_shard(saved: Layout, pp: int, number: int, read: Read) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def _read_shard(saved: Layout, pp: int, number: int, read: Read) -> dict[str, Te
     first = read(holders[0])
     state = {name: first[name] for name in (WEIGHTS, AVERAGE, STEPS) if name in first}
     ranged = [name for name in first if name not in state and not name.startswith(EXPERTS)]
-    all_holders = holders if saved.strategy.zero3 else saved.axis("dp", holders[0])
+    all_holders = holders if saved.strategy.zero3 else saved.axis("replicas", holders[0])
     parts = {rank: read(rank) for rank in sorted({*holders, *all_holders})}  # ranges are ordered by rank
     for name in ranged:
         ranges = [parts[rank][name] for rank in sorted(all_holders)]

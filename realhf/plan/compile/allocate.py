@@ -13,6 +13,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degre
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
+from realhf.plan.compile.context import context_problem, of_call
 from realhf.plan.compile.experts import common_degree, expert_problem
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
@@ -24,7 +25,7 @@ MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, actor_gen:d2,*:d1, or FILE.json"
 SERVERS = ("vllm", "sglang")
 TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default tokens per micro-batch by device: what fits in CPU caches; GPUs need larger matrix products."""
-AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}
+AXES = {"d": "dp", "t": "tp", "m": "tp", "c": "tp", "p": "pp", "e": "ep"}
 Models = Mapping[str, ModelConfig]
 
 
@@ -82,7 +83,7 @@ def allocate(
             near = nearest_strategy(request.strategy, len(request.mesh.ranks), known)
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
-        elif problem := expert_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
+        elif problem := call_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
             problems.append(f"{mfc.name}: {problem}")
         else:
             layout = Layout(request.mesh, request.strategy)
@@ -93,6 +94,11 @@ def allocate(
     if problems:
         raise UserError(problems)
     return with_backends(ExecutionPlan(n_workers, placements), graph, options)
+
+
+def call_problem(mfc: MFC, strategy: ParallelStrategy, role: RoleSpec | None, backend: Backend) -> str:
+    """Return why a call cannot divide experts or rows as a strategy does, or an empty string."""
+    return expert_problem(mfc, strategy, role, backend) or context_problem(mfc, strategy, role)
 
 
 def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
@@ -151,7 +157,7 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
 def _of_rest(rest: _Assignment, mfc: MFC, models: Models) -> _Assignment:
     """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
     model = next((model for role, model in models.items() if role == mfc.role), None)
-    rest = replace(rest, strategy=common_degree(mfc, rest.strategy, model))
+    rest = replace(rest, strategy=of_call(mfc, common_degree(mfc, rest.strategy, model)))
     return rest if mfc.is_train else replace(rest, saving=None)
 
 
@@ -179,11 +185,11 @@ def _parse(text: str) -> tuple[ParallelStrategy, str]:
     try:
         return ParallelStrategy.parse(text), ""
     except ValueError as error:
-        degrees = re.findall(r"([dtmpe])([1-9]\d*)", text.lower())
+        degrees = re.findall(r"([dtmpec])([1-9]\d*)", text.lower())
         found = {AXES[letter]: int(number) for letter, number in degrees}
         dp, tp, ep = (found.get(axis, 1) for axis in ("dp", "tp", "ep"))
         ep = min(expert_degrees(dp, tp), key=lambda legal: abs(legal - ep))
-        return ParallelStrategy(dp, tp, found.get("pp", 1), ep=ep), str(error)
+        return ParallelStrategy(dp, tp, found.get("pp", 1), ep=ep), str(error)  # without c
 
 
 def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Requests:
@@ -288,24 +294,34 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
     requests, problems = {}, []
     for name, option in options.items():
         parallel, mesh = option.parallel, contiguous_mesh(n_workers)
-        degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        dp, tp, pp = (max(1, degree) for degree in degrees)
-        given, legal = max(1, parallel.expert_parallel_size), expert_degrees(dp, tp)
-        strategy = ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda ep: abs(ep - given)))
-        error = "" if given in legal else f"expert_parallel_size={given} is none of {', '.join(map(str, legal))}"
+        strategy, error = _degrees(parallel)
         try:
             if option.device_mesh:
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
             mesh = contiguous_mesh(min(strategy.world, n_workers))  # so that other errors are reported too
-        if min(*degrees, parallel.expert_parallel_size) < 1:
-            error = "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
-            error += f"e{parallel.expert_parallel_size}" if parallel.expert_parallel_size != 1 else ""
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 
+def _degrees(given: ParallelConfig) -> tuple[ParallelStrategy, str]:
+    """Return the strategy of the options, or the nearest that is possible and the problem."""
+    dp, tp, pp, ep, cp = (max(1, degree) for degree in vars(given).values())
+    if min(vars(given).values()) < 1:
+        degrees = [*vars(given).values()]
+        named = [f"{letter}{n}" for letter, n in zip("dtpec", degrees, strict=True) if letter in "dtp" or n != 1]
+        return ParallelStrategy(dp, tp, pp), f"parallel degrees must be positive, got {''.join(named)}"
+    if cp > 1:
+        alone = tp == ep == 1
+        error = f"context_parallel_size={cp} replaces the tensor- and expert-parallel sizes; set them to 1"
+        return ParallelStrategy(dp, cp, pp, context=True), "" if alone else error
+    legal = expert_degrees(dp, tp)
+    error = "" if ep in legal else f"expert_parallel_size={ep} is none of {', '.join(map(str, legal))}"
+    return ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda degree: abs(degree - ep))), error
+
+
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
-    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp, near.ep)).items()
+    cp = near.tp // near.weight_tp
+    degrees = vars(ParallelConfig(near.dp, near.weight_tp, near.pp, near.ep, cp)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])

@@ -62,7 +62,7 @@ def all_strategies(world: int) -> list[ParallelStrategy]:
 
 def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[str]:
     """Return the reasons why a model cannot be sharded with a strategy."""
-    tp, kv, ep, count = strategy.tp, config.n_kv_heads, strategy.ep, config.n_experts
+    tp, kv, ep, count = strategy.cuts.tp, config.n_kv_heads, strategy.ep, config.n_experts
     of_expert = config.expert_intermediate * (tp // strategy.cuts.expert_tp)  # others have other experts
     smallest_dim = min(width for width in (config.vocab, config.intermediate, of_expert) if width)
     problems = []
@@ -80,14 +80,17 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
 def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection[ModelConfig]) -> ParallelStrategy:
     """Return the nearest strategy on ``world`` workers valid for all models; pure data parallelism always is."""
     some = all_strategies(world)
-    some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp) if 1 < ep <= requested.ep]
+    some += [replace(s, context=True) for s in some if requested.context and s.tp > 1]
+    some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp)
+             if not s.context and 1 < ep <= requested.ep]  # fmt: skip
     valid = [s for s in some if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 
 
 def distance(one: ParallelStrategy, other: ParallelStrategy) -> Fraction:
     """Return the product over axes of the factors by which the degrees of two strategies differ."""
-    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp), (one.ep, other.ep))
+    shares = ((some.weight_tp, some.tp // some.weight_tp) for some in (one, other))
+    pairs = ((one.dp, other.dp), (one.pp, other.pp), (one.ep, other.ep), *zip(*shares, strict=True))
     return math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
 
 

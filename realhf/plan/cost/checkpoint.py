@@ -40,11 +40,11 @@ def checkpoint_size(cost: CostModel, plan: ExecutionPlan) -> CheckpointSize:
         layout = home_layout(cost.graph, plan, role)
         strategy = layout.strategy
         weights, state = _bytes_per_parameter(cost, role)
-        numels = shard_numels(cost.models[role], strategy.tp, strategy.pp, strategy.ep)
+        numels = shard_numels(cost.models[role], strategy.weight_tp, strategy.pp, strategy.ep)
         updated = updated_numels(cost.models[role], strategy)
         for pp, dp, tp in product(range(strategy.pp), range(strategy.dp), range(strategy.tp)):
             rank, numel = layout.rank(Coord(pp, dp, tp)), numels[pp]
-            own = updated[pp] * state + (0.0 if dp >= strategy.expert_dp else numel * weights)
+            own = updated[pp] * state + numel * weights * layout.has_first_copy(rank)
             written[rank] = written.get(rank, 0.0) + own
             read[rank] = read.get(rank, 0.0) + numel * (weights + state)
             total += own

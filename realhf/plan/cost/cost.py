@@ -156,7 +156,7 @@ class CostModel:
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
         strategy = layout.strategy
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
         seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
@@ -189,6 +189,9 @@ class CostModel:
         n, counts = len(stages), Counter(works)
         times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
+        if placement.layout.strategy.context:
+            times = {work: [self._with_keys(placement.layout, work, *stage, *seconds) for stage, seconds in
+                     zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
         if placement.layout.strategy.expert_dp > 1:
             times = {work: [self._with_exchange(placement.layout, work, *stage, *seconds) for stage, seconds in
                      zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
@@ -222,6 +225,17 @@ class CostModel:
         again = once if shard.recompute is Recompute.full else 0.0
         return forward + once, backward + (again + shard.n_expert_blocks * 2 * tokens if backward else 0.0)
 
+    def _with_keys(
+        self, layout: Layout, work: Work, shard: StageShard, ranks: Sequence[int], forward: float, backward: float
+    ) -> tuple[float, float]:
+        """Add the gathering of all keys and values in every block, and the reduction of their gradients."""
+        members, tokens = layout.axis("tp", ranks[0]), work.tokens * layout.strategy.tp
+        nbytes = tokens * 2 * shard.model.n_kv_heads * shard.model.head_dim * shard.itemsize
+        gather, reduce = (shard.n_blocks * self.speed.collective(kind, nbytes, members)
+                          for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER))  # fmt: skip
+        again = gather if shard.recompute is Recompute.full else 0.0
+        return forward + gather, backward + (again + reduce if backward else 0.0)
+
     def _layer_collectives(self, mfc: MFC, layout: Layout, stages: Stages) -> list[LayerCollectives] | None:
         """Return the collectives of each stage's layers in a pass; None without ZeRO-2 and ZeRO-3."""
         assert mfc.role is not None
@@ -229,7 +243,7 @@ class CostModel:
         stage = role.zero_stage(strategy)
         if stage == 1 or (stage == 2 and not mfc.is_train):
             return None
-        numels, found = layer_numels(self.models[mfc.role], strategy.tp, strategy.pp), list[LayerCollectives]()
+        numels, found = layer_numels(self.models[mfc.role], strategy.weight_tp, strategy.pp), list[LayerCollectives]()
         for (_, ranks), of_stage in zip(stages, numels, strict=True):
             replicas = layout.axis("dp", ranks[0])
             gathered = of_stage.map(partial(self._collective, CollectiveKind.ALL_GATHER, replicas, itemsize(role)))
@@ -263,15 +277,15 @@ class CostModel:
         """
         strategy = layout.strategy
         experts, updated = expert_numels(shard.model, strategy)[stage], updated_numels(shard.model, strategy)[stage]
-        numel = shard_numels(shard.model, strategy.tp, strategy.pp, strategy.ep)[stage] - experts
-        replicas, same_experts = (layout.axis(axis, group[0]) for axis in ("dp", "edp"))
+        numel = shard_numels(shard.model, strategy.weight_tp, strategy.pp, strategy.ep)[stage] - experts
+        replicas, same_experts = (layout.axis(axis, group[0]) for axis in ("replicas", "edp"))
         seconds = self.speed.optimizer(shard, int(updated))
         if role.spec.optimizer.offload is True:  # copies in both directions overlap
             seconds = max(seconds, self.speed.host_copy(int(updated) * optimizer_bytes(role)))
         zero_stage = role.zero_stage(strategy)
-        if strategy.dp > 1 and zero_stage == 1:
+        if strategy.weight_dp > 1 and zero_stage == 1:
             seconds += reduction_seconds(self.speed, shard, role, strategy, stage, numel, replicas, backward_s)
-        if strategy.dp > 1 and zero_stage < 3:
+        if strategy.weight_dp > 1 and zero_stage < 3:
             seconds += self.speed.collective(CollectiveKind.ALL_GATHER, itemsize(role) * numel, replicas)
         if experts:
             seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * experts, same_experts)
@@ -332,7 +346,10 @@ def mfc_works(
         limits = replace(limits, n_mbs=min_mbs)
     share = share_prompts and not (mfc.is_train and model.n_experts)
     prompts = workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
-    return works_of(ids if share_prompts else (), lengths, limits, prompts, share)
+    strategy = placement.layout.strategy
+    share = share and not strategy.context
+    works = works_of(ids if share_prompts else (), lengths, limits, prompts, share)
+    return tuple(work.divided(strategy.tp) for work in works) if strategy.context else works
 
 
 @lru_cache(maxsize=16384)

@@ -89,18 +89,18 @@ class MemoryModel:
 
     def _stored_numel(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the number of parameters that a role owns per device at the largest stage."""
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
         return numel / strategy.dp if strategy.zero3 else numel
 
     def base(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
         size = model_itemsize(self.roles[role])
-        return float(max(base_bytes(self.models[role], strategy.tp, strategy.pp, size, strategy.ep)))
+        return float(max(base_bytes(self.models[role], strategy.weight_tp, strategy.pp, size, strategy.ep)))
 
     def model(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's whole model per device at the largest stage."""
         config = replace(self.models[role], lora=None)
-        numel = max(shard_numels(config, strategy.tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep))
         return float(numel * model_itemsize(self.roles[role]))
 
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
@@ -118,7 +118,7 @@ class MemoryModel:
         """
         bf16 = self.roles[role].spec.bf16
         config = self.models[role]
-        numel = max(shard_numels(config, strategy.tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep))
         updated, weights = max(updated_numels(config, strategy)), self.weights(role, strategy)
         weights += self.base(role, strategy) if with_base else 0.0
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
@@ -147,7 +147,7 @@ class MemoryModel:
                 borrowed = self.model(mfc.role, strategy)
             return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
-        buffers = largest_product_nbytes(config, strategy.tp, shards[0].itemsize) + self._layers(mfc, strategy)
+        buffers = largest_product_nbytes(config, strategy.weight_tp, shards[0].itemsize) + self._layers(mfc, strategy)
         common = Bytes(borrowed=borrowed, buffers=buffers)
         match mfc.kind:
             case Kind.TRAIN:
@@ -168,7 +168,7 @@ class MemoryModel:
     def _layers(self, mfc: MFC, strategy: ParallelStrategy) -> float:
         """Return the bytes of the layers that a pass has in memory with ZeRO-2 or ZeRO-3, at the largest stage."""
         assert mfc.role is not None
-        role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy.tp, strategy.pp)
+        role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy.weight_tp, strategy.pp)
         return max(sharded_layer_bytes(layers, itemsize(role), role.zero_stage(strategy), mfc.is_train)
                    for layers in stages)  # fmt: skip
 
@@ -226,7 +226,7 @@ class MemoryModel:
             return 0.0
         adapters, lora = 0.0, self.models[role].lora
         if lora is not None and self._serves_adapters(role):  # with zeros up to vLLM's rank, and as they were loaded
-            numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
+            numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
             adapters = numel * (padded_rank(lora.rank) / lora.rank + 1) * model_itemsize(self.roles[role])
         return self.model(role, strategy) + adapters + self.server_cache
 

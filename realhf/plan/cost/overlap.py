@@ -22,7 +22,7 @@ BUCKET_NUMEL = 1 << 25  # most elements of a bucket (models/engine/grad_reductio
 
 def overlaps_grad_reduce(role: RoleSpec, strategy: ParallelStrategy) -> bool:
     """Return True if gradients are reduced during the backward pass; megatron-core's are reduced after it."""
-    return role.spec.overlap_grad_reduce is True and role.spec.backend is Backend.native and strategy.dp > 1
+    return role.spec.overlap_grad_reduce is True and role.spec.backend is Backend.native and strategy.weight_dp > 1
 
 
 def reduction_seconds(
@@ -42,7 +42,7 @@ def reduction_seconds(
     """
     if not overlaps_grad_reduce(role, strategy):
         return speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, ranks)
-    n_buckets = strategy.dp * max(1, -(-numel // (strategy.dp * BUCKET_NUMEL)))
+    n_buckets = strategy.weight_dp * max(1, -(-numel // (strategy.weight_dp * BUCKET_NUMEL)))
     # a reduction to one rank takes as long as a broadcast from it
     seconds = n_buckets * speed.collective(CollectiveKind.BROADCAST, 4 * numel / n_buckets, ranks)
     last = numel_after_backward(shard.model, strategy, stage, role.spec.sequence_parallel)
@@ -69,7 +69,7 @@ def numel_after_backward(config: ModelConfig, strategy: ParallelStrategy, stage:
     layers = stage_layers(config, strategy.pp)[stage]
     first_block = max(layers.start, 1)
     return sum(
-        box_numel(shard_box(spec, strategy.tp, 0))
+        box_numel(shard_box(spec, strategy.weight_tp, 0))
         for spec in own_specs(config)
         if spec.is_in(layers) and (spec.layer <= first_block or is_summed(spec, strategy, sequence_parallel))
     )
@@ -80,8 +80,8 @@ def is_summed(spec: ParamSpec, strategy: ParallelStrategy, sequence_parallel: bo
     if spec.shared_layer is not None and strategy.pp > 1:
         return True
     if spec.tp_dim is not None:
-        return (spec.tp_units or spec.shape[spec.tp_dim]) < strategy.tp
-    return strategy.tp > 1 and (is_adapter(spec.name) or (sequence_parallel and spec.shape[0] > 1))
+        return (spec.tp_units or spec.shape[spec.tp_dim]) < strategy.weight_tp
+    return strategy.weight_tp > 1 and (is_adapter(spec.name) or (sequence_parallel and spec.shape[0] > 1))
 
 
 def exposed_tp_backward(

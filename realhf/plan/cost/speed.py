@@ -37,6 +37,11 @@ class Work(NamedTuple):
     pairs: int
     trained: int | None = None
 
+    def divided(self, n: int) -> "Work":
+        """Return the work of one of ``n`` ranks that divide the tokens, with an equal share of the visible keys."""
+        trained = None if self.trained is None else -(-self.trained // n)
+        return Work(self.rows, self.runs, -(-self.tokens // n), -(-self.pairs // n), trained)
+
     @staticmethod
     def of(lengths: Sequence[int], trained: int | None = None, before: Sequence[int] = ()) -> "Work":
         """Return the work of rows; row ``i`` also attends to ``before[i]`` tokens of a shared prompt (default: 0)."""
@@ -109,12 +114,12 @@ Stages = Sequence[tuple[StageShard, tuple[int, ...]]]  # shard and tensor-parall
 
 
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
-    spec, last = role.spec, config.n_layers + 1
+    spec, last, tp = role.spec, config.n_layers + 1, strategy.weight_tp
     return tuple(
-        StageShard(config, strategy.tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
+        StageShard(config, tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
                    last=last in layers, bf16=bool(spec.bf16), recompute=spec.recompute,
-                   sequence_parallel=spec.sequence_parallel and strategy.tp > 1,
-                   tp_overlap=spec.tp_overlap is True and strategy.tp > 1 and config.lora is None, ep=strategy.ep)
+                   sequence_parallel=spec.sequence_parallel and tp > 1,
+                   tp_overlap=spec.tp_overlap is True and tp > 1 and config.lora is None, ep=strategy.ep)
         for layers in stage_layers(config, strategy.pp)
     )  # fmt: skip
 
@@ -145,15 +150,15 @@ def shard_numels(config: ModelConfig, tp: int, pp: int, ep: int = 1) -> tuple[in
 def expert_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, ...]:
     """Return, per stage, those of ``shard_numels`` that fewer replicas hold than the others: divided experts."""
     experts = tuple(spec for spec in own_specs(config) if spec.is_expert and strategy.expert_dp > 1)
-    return _numels(config, experts, strategy.tp, strategy.pp, strategy.ep)
+    return _numels(config, experts, strategy.weight_tp, strategy.pp, strategy.ep)
 
 
 def updated_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[float, ...]:
     """Return, per stage, the parameters that a worker updates: equal ranges of what its replicas hold."""
     both = zip(
-        shard_numels(config, strategy.tp, strategy.pp, strategy.ep), expert_numels(config, strategy), strict=True
+        shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep), expert_numels(config, strategy), strict=True
     )
-    return tuple((total - experts + experts * strategy.expert_dp) / strategy.dp for total, experts in both)
+    return tuple((total - experts + experts * strategy.expert_dp) / strategy.weight_dp for total, experts in both)
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from realhf.models.transformer import Transformer
 from tests.models.tiny_models import hf_model
 
 EXPERTS = ("d1", "d2e2", "t2e2", "d2t2e4", "d4e2", "d2p2e2", "d2", "t2p2", "d2z3")
-STRATEGIES = ("d1", "d2", "t2", "p2", "d2t2", "t2p2", "d3z3", "d2t2z3", "d2p2z3")
+STRATEGIES = ("d1", "d2", "t2", "p2", "d2t2", "t2p2", "d3z3", "d2t2z3", "d2p2z3", "c2", "d2c2", "c2p2")
 KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
 
 
@@ -34,7 +34,7 @@ def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngi
     """Return the engine of one rank, with its shard and optimizer but without communication."""
     config = read_hf_config(folder, scalar_head=False)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    params = empty_shard(config, layout, rank, dtype, "cpu", 1 if layout.strategy.zero3 else layout.strategy.dp)
+    params = empty_shard(config, layout, rank, dtype, "cpu", 1 if layout.strategy.zero3 else layout.strategy.weight_dp)
     groups = {ranks: Group(ranks, rank) for axis in AXES if len(ranks := layout.axis(axis, rank)) > 1}
     context = ParallelContext(layout, rank, groups=groups)
     model = Transformer(config, params, False, context.group("tp"), True)

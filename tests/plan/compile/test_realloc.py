@@ -24,6 +24,9 @@ STRATEGIES = [
     ParallelStrategy(dp, tp, pp)
     for pp in STAGES for tp in range(1, 9) for dp in range(1, 9) if dp * tp * pp <= 8
 ]  # fmt: skip
+CONTEXT = [
+    ParallelStrategy(dp, tp, pp, context=True) for pp in STAGES for tp in (2, 4) for dp in (1, 2) if dp * tp * pp <= 8
+]
 SHARDED = [strategy.with_zero3(True) for strategy in STRATEGIES if strategy.dp > 1]
 
 
@@ -72,9 +75,9 @@ def test_all_pairs_of_layouts(src: ParallelStrategy) -> None:
 
 
 @given(st.data())
-def test_zero3_at_the_lower_bound(data: st.DataObject) -> None:
+def test_zero3_and_context_parallelism_at_the_lower_bound(data: st.DataObject) -> None:
     """Random meshes; some ranks have nothing of a parameter with fewer elements than ranks."""
-    pairs = st.tuples(st.sampled_from(SHARDED), st.sampled_from(STRATEGIES + SHARDED))
+    pairs = st.tuples(st.sampled_from(SHARDED + CONTEXT), st.sampled_from(STRATEGIES + SHARDED + CONTEXT))
     layouts = []
     for strategy in data.draw(pairs.flatmap(st.permutations)):
         ranks = data.draw(st.permutations(range(data.draw(st.integers(8, 10)))))[: strategy.world]

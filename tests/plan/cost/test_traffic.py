@@ -17,7 +17,23 @@ from tests.plan.compile.test_realloc import CONFIG
 
 ROUTED = replace(CONFIG, n_layers=2, n_experts=4, experts_per_token=2, expert_intermediate=8)
 DIVIDED = ("d1", "d2e2", "d4e2", "t2e2", "t4e2", "d2t2e4", "d2p2e2", "d2", "t2", "d4z3")
-STRATEGIES = ("d1", "d2", "d4", "t2", "t4", "p2", "p3", "d2t2", "t2p2", "d4z3", "d2t2z3", "d2p2z3")
+STRATEGIES = (
+    "d1",
+    "d2",
+    "d4",
+    "t2",
+    "t4",
+    "p2",
+    "p3",
+    "d2t2",
+    "t2p2",
+    "d4z3",
+    "d2t2z3",
+    "d2p2z3",
+    "c2",
+    "d2c2",
+    "c2p2",
+)
 
 
 def layout(text: str, start: int = 0) -> Layout:
