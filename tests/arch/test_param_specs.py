@@ -151,10 +151,37 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "llama", **SIZES, "hidden_size": None}, "field 'hidden_size' is missing"),
         ({"model_type": "llama", **SIZES, "vocab_size": "9"}, "'vocab_size' must be a positive whole number, got '9'"),
         ({"model_type": "llama", **SIZES, "hidden_size": 18}, "'hidden_size' is 18, not a multiple"),
-        ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
+        ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "field 'num_key_value_heads' is 3: 4 query"),
         ({"model_type": "llama", **SIZES, "hidden_act": "prelu"}, "field 'hidden_act' is 'prelu'"),
         ({"model_type": "mistral", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
-        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
+        (
+            {"model_type": "llama", **SIZES, "rope_scaling": {"type": "su", "factor": 2.0}},
+            "field 'type' is 'su', known are",
+        ),
+        (
+            {"model_type": "llama", **SIZES, "rope_scaling": "yarn"},
+            "field 'rope_scaling' must be an object, got 'yarn'",
+        ),
+        ({"model_type": "llama", **SIZES, "rope_parameters": [1]}, "field 'rope_parameters' must be an object, got"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "longrope"}}, "field 'short_factor' is missing"),
+        (
+            {"model_type": "phi3", **SIZES, "rope_scaling": {"type": "linear"}},
+            "field 'rope_type' is 'linear', which is",
+        ),
+        (
+            {"model_type": "glm4", **SIZES, "partial_rotary_factor": 1e-6},
+            "field 'partial_rotary_factor' is 1e-06, no di",
+        ),
+        ({"model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 2}, "field 'num_key_value_heads' is 2, latent"),
+        ({"model_type": "deepseek_v3", **SIZES, "head_dim": [8]}, "field 'head_dim' must be a positive whole number"),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "n_group": 3},
+            "fields 'n_routed_experts', 'n_group' and 'topk_group' a",
+        ),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "n_group": 256},
+            "field 'n_group' is 256: groups are ranked by two exp",
+        ),
         ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
         ({"model_type": "mistral", **SIZES, "sliding_window": 0}, "'sliding_window' must be a positive whole number"),
         ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must name"),
@@ -166,7 +193,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "mixtral", **SIZES, "router_jitter_noise": 0.1}, "field 'router_jitter_noise' is 0.1"),
         (
             {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_experts_per_tok": 9},
-            "each token goes to 9 of 8 experts",
+            "field 'num_experts_per_tok' is 9, the model has 8 experts",
         ),
         ({"model_type": "qwen3_moe", **SIZES, "router_aux_loss_coef": -1}, "must be a number of 0 or more, got -1"),
     ],
@@ -174,6 +201,12 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
 def test_invalid_configurations_are_rejected(tmp_path: Path, fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("'", ".")):
         read_hf_config(written(tmp_path, **fields), False)
+
+
+def test_a_null_head_size_of_seed_oss_is_that_of_llama(tmp_path: Path) -> None:
+    fields = {"model_type": "seed_oss", **SIZES, "num_key_value_heads": 4}
+    assert read_hf_config(written(tmp_path, **fields, head_dim=None), False).head_dim == 4
+    assert read_hf_config(written(tmp_path, **fields), False).head_dim == 128
 
 
 def test_missing_and_malformed_files_are_rejected(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def sliding_window_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": max(config.sliding_windows, default=0) or None}
 
 
+def window_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a family that reads windows by layer; a model without windows has one that no layer uses.
+
+    Transformers does not read null.
+    """
+    return {
+        "sliding_window": max(config.sliding_windows, default=config.max_positions),
+        "layer_types": layer_types(config),
+    }
+
+
 def layer_types(config: ModelConfig) -> list[str]:
     return [SLIDING if config.sliding_window(i) else FULL for i in range(config.n_layers)]
 
