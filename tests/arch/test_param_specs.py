@@ -47,6 +47,7 @@ YARN = (
     ("rope_type", "yarn"), ("original_max_position_embeddings", 16), ("factor", 4.0), ("beta_fast", 32.0),
     ("beta_slow", 1.0), ("truncate", False), ("attention_factor", 1.5),
 )  # fmt: skip
+TRUNCATED = tuple((key, value or key == "truncate") for key, value in YARN)
 SIGMOID = {"expert_scores": "sigmoid", "choice_bias": True, "expert_groups": (3, 2), "expert_scale": 2.5,
            "shared_intermediate": 48}  # fmt: skip
 LATENT = replace(
@@ -57,7 +58,7 @@ OTHERS = (
     replace(LATENT, family="deepseek_v3"),
     replace(LATENT, family="kimi_k2", latent=Latent(8, 6), rotary_scaling=YARN,
             attention_scale=10**-0.5 * (1 + 0.1 * math.log(4.0)) ** 2),
-    replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=YARN, windowed_rotary_base=1e4),
+    replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=TRUNCATED, windowed_rotary_base=1e4),
     replace(GEMMA2, family="gemma3_text", qk_norm="head", sliding_windows=ALTERNATING, windowed_rotary_base=100.0,
             attention_softcap=0.0),
     replace(LLAMA, family="phi3", rotary_dims=2),
@@ -167,6 +168,19 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         (
             {"model_type": "phi3", **SIZES, "rope_scaling": {"type": "linear"}},
             "field 'rope_type' is 'linear', which is",
+        ),
+        (
+            {"model_type": "olmo3", **SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "field 'truncate' is False, only True is supported",
+        ),
+        (
+            {
+                "model_type": "olmo3",
+                **SIZES,
+                "original_max_position_embeddings": 8,
+                "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+            },
+            "field 'original_max_position_embeddings' is 8, which is not supp",
         ),
         (
             {"model_type": "glm4", **SIZES, "partial_rotary_factor": 1e-6},

@@ -57,7 +57,10 @@ def rotary_by_layer_type(
     if older and "rope_type" not in older and "type" in older:
         raise ValueError("field 'rope_scaling' has 'type' without 'rope_type', which versions of transformers read "
                          "differently for this model_type")  # fmt: skip
-    found = _fields({**(full or {}), **(older or {})}, hf, max_positions, base)
+    stored = {**(full or {}), **(older or {})}
+    fields.require(stored, truncate=True)  # versions of transformers differ: 5 reads it outside of the layer types
+    outer = fields.replaced(hf, original_max_position_embeddings=None)  # read inside of the layer types only
+    found = _fields(stored, outer, max_positions, base)
     local = {windowed_key: hf[windowed_key]} if windowed_key and hf.get(windowed_key) is not None else {}
     windowed_base = fields.number(local, windowed_key, windowed_base) if local else windowed_base
     own = _fields(windowed or {}, {}, max_positions, windowed_base)
