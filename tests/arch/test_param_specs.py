@@ -184,7 +184,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ),
         (
             {"model_type": "glm4", **SIZES, "partial_rotary_factor": 1e-6},
-            "field 'partial_rotary_factor' is 1e-06, no di",
+            "field 'partial_rotary_factor' or 'rotary_pct' is 1e-06: no di",
         ),
         ({"model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 2}, "field 'num_key_value_heads' is 2, latent"),
         ({"model_type": "deepseek_v3", **SIZES, "head_dim": [8]}, "field 'head_dim' must be a positive whole number"),

@@ -110,7 +110,8 @@ def partial_rotary(
     outer = fields.number(hf, "partial_rotary_factor", default)
     share = fields.number(parameters(hf), "partial_rotary_factor", outer)
     if not (dims := int(head_dim * share)):
-        raise ValueError(f"field 'partial_rotary_factor' is {share}, no dimension of a head with {head_dim} is rotary")
+        raise ValueError(f"field 'partial_rotary_factor' or 'rotary_pct' is {share}: no dimension of a head with "
+                         f"{head_dim} is rotary")  # fmt: skip
     stored = parameters(hf)
     if stored.get("rope_type", stored.get("type")) in longrope_names:
         stored = {**stored, "rope_type": "longrope"}
