@@ -57,8 +57,8 @@ def _read(hf: HfFields, family: Family, scalar_head: bool) -> ModelConfig:
         raise ValueError(f"field 'num_key_value_heads' is {config.n_kv_heads}: {config.n_heads} query heads are not a "
                          f"multiple of {config.n_kv_heads}")  # fmt: skip
     if not config.learned_positions and (rotary_dims % 2 or rotary_dims > config.head_dim):
-        raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims} "
-                         "from head_dim and partial_rotary_factor")  # fmt: skip
+        raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims}: head_dim "
+                         "times partial_rotary_factor or rotary_pct")  # fmt: skip
     if rotary_dims == 2 and ("rope_type", "dynamic") in config.rotary_scaling:
         raise ValueError("field 'rope_type' is 'dynamic', which needs more than 2 rotary dimensions of a head")
     for key, value in config.rotary_scaling:
