@@ -1,5 +1,6 @@
-"""``python -m tests.arch.config_edit_counts`` prints the outcomes of all edits of released configurations by family."""
+"""``python -m tests.arch.config_edit_counts [FAMILY ...]`` prints the outcomes of edits of released configurations."""
 
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ COLUMNS = ("computed", "refused", "invalid", ONLY_HERE)
 def main() -> None:
     total: Counter[str] = Counter()
     print("| family | edits |", " | ".join(COLUMNS), "|\n" + "|---" * (len(COLUMNS) + 2) + "|")
-    for family in families():
+    for family in sys.argv[1:] or families():
         with tempfile.TemporaryDirectory() as folder:
             counts = outcomes(family, range(N_QUICK + len(edits_of(family))), Path(folder))
         total += counts

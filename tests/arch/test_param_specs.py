@@ -169,6 +169,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
             {"model_type": "phi3", **SIZES, "rope_scaling": {"type": "linear"}},
             "field 'rope_type' is 'linear', which is",
         ),
+        ({"model_type": "olmo3", **SIZES, "sliding_window": None}, "field 'sliding_window' is None and there are no"),
         (
             {"model_type": "olmo3", **SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
             "field 'truncate' is False, only True is supported",
@@ -187,6 +188,10 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
             "field 'partial_rotary_factor' or 'rotary_pct' is 1e-06: no di",
         ),
         ({"model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 2}, "field 'num_key_value_heads' is 2, latent"),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "head_dim": 12},
+            "field 'head_dim' is 12, here it is the same as qk_rope",
+        ),
         ({"model_type": "deepseek_v3", **SIZES, "head_dim": [8]}, "field 'head_dim' must be a positive whole number"),
         (
             {"model_type": "deepseek_v3", **SIZES, "n_group": 3},

@@ -97,7 +97,13 @@ def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], b
 
 
 def all_but_every(step: int, hf: Mapping[str, Any], width: int) -> tuple[int, ...]:
-    """Return ``sliding_windows`` of a family whose every ``step``-th layer has none by default."""
+    """Return ``sliding_windows`` of a family whose every ``step``-th layer has none by default.
+
+    The layers with a window have other rotary embeddings, so a null one does not say which layers these are.
+    """
+    if not width and hf.get("layer_types") is None:
+        raise ValueError("field 'sliding_window' is None and there are no 'layer_types': they also set the rotary "
+                         "embeddings of this model_type")  # fmt: skip
     return sliding_windows(hf, width, lambda layer: (layer + 1) % step != 0)
 
 
