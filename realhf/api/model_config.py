@@ -1,8 +1,10 @@
 """The architecture of one decoder-only transformer of any family. Sizes only: weights are in models/."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+LENGTH_SCALINGS = ("longrope", "dynamic")
+"""Rotary scaling that depends on the length of a row."""
 KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The activations that the compiled kernels compute, in their numbering."""
 
@@ -66,6 +68,7 @@ class ModelConfig:
     parallel_residual: bool = False  # attention and MLP read the same hidden states
     rotary_base: float = 10000.0
     rotary_scaling: tuple[tuple[str, Any], ...] = ()  # parameters by their names in transformers; empty: none
+    rotary_length: int = 0  # row length that LongRoPE and dynamic scaling assume for all rows, 0: one without effect
     rotary_dims: int = 0  # leading dimensions of a head that are rotated, 0: all
     windowed_rotary_base: float = 0.0  # of layers with a sliding window, without scaling; 0: as in other layers
     unrotated_layers: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
@@ -156,10 +159,37 @@ class ModelConfig:
 
     @property
     def max_row_len(self) -> int:
-        """Return the length of the longest row; rotary scaling that depends on a row's length is constant up to it."""
+        """Return the length of the longest row, which ``rotary_length`` sets if rotary scaling depends on it."""
+        if self.rotary_length:
+            return self.rotary_length
         scaling = dict(self.rotary_scaling)
         is_long = scaling.get("rope_type") == "longrope"
         return min(self.max_positions, scaling["original_max_position_embeddings"]) if is_long else self.max_positions
+
+    @property
+    def has_length_scaling(self) -> bool:
+        """Rotary embeddings depend on the length of a row."""
+        return dict(self.rotary_scaling).get("rope_type") in LENGTH_SCALINGS
+
+    def with_fixed_rotary(self) -> "ModelConfig":
+        """Return the model with the rotary embeddings of rows of ``max_row_len`` tokens for rows of any length.
+
+        So log-probabilities of generation, whose cached keys stay, and of training agree. Transformers has those of the
+        longest row of a batch.
+        """
+        scaling, longest = dict(self.rotary_scaling), self.max_row_len
+        match scaling.get("rope_type"):
+            case "longrope":  # arXiv 2402.13753
+                is_long = longest > scaling["original_max_position_embeddings"]
+                factors = scaling["long_factor" if is_long else "short_factor"]
+                scaling |= {"short_factor": factors, "long_factor": factors}
+                return replace(self, rotary_scaling=tuple(scaling.items()))
+            case "dynamic":  # arXiv 2309.00071, section 3.3: the lowest frequency is divided by ``growth``
+                dims, factor, positions = self.rotary_dims or self.head_dim, scaling["factor"], self.max_positions
+                growth = factor * max(longest / positions, 1) - (factor - 1)
+                base = self.rotary_base * growth ** (dims / (dims - 2))
+                return replace(self, rotary_base=base, rotary_scaling=(), max_positions=max(longest, positions))
+        return self
 
     @property
     def is_fusable(self) -> bool:

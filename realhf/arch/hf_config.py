@@ -54,12 +54,17 @@ def _read(hf: HfFields, family: Family, scalar_head: bool) -> ModelConfig:
     refuse_unread(hf, family.unused)
     rotary_dims = config.rotary_dims or config.head_dim
     if config.n_heads % config.n_kv_heads:
-        raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")
+        raise ValueError(f"field 'num_key_value_heads' is {config.n_kv_heads}: {config.n_heads} query heads are not a "
+                         f"multiple of {config.n_kv_heads}")  # fmt: skip
     if not config.learned_positions and (rotary_dims % 2 or rotary_dims > config.head_dim):
-        raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims}")
+        raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims}: head_dim "
+                         "times partial_rotary_factor or rotary_pct")  # fmt: skip
+    if rotary_dims == 2 and ("rope_type", "dynamic") in config.rotary_scaling:
+        raise ValueError("field 'rope_type' is 'dynamic', which needs more than 2 rotary dimensions of a head")
     for key, value in config.rotary_scaling:
         if isinstance(value, tuple) and len(value) != rotary_dims // 2:
             raise ValueError(f"field '{key}' must have {rotary_dims // 2} numbers, got {len(value)}")
     if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:
-        raise ValueError(f"each token goes to {config.experts_per_token} of {config.n_experts} experts")
+        raise ValueError(f"field 'num_experts_per_tok' is {config.experts_per_token}, the model has "
+                         f"{config.n_experts} experts")  # fmt: skip
     return config

@@ -198,6 +198,7 @@ class PPOExperiment(Experiment):
         critic, actor = self.critic, self.actor
         if not has_model(critic):
             critic = replace(critic, path=actor.path, config=actor.config, text_only=actor.text_only,
+                             rotary_length=actor.rotary_length,
                              init_from_scratch=actor.init_from_scratch,
                              init_critic_from_actor=not actor.init_from_scratch)  # fmt: skip
         return {**roles, "critic": RoleSpec(critic, scalar_head=True)}

@@ -143,14 +143,15 @@ class Mxfp4:
 class PackedIntegers:
     """GPTQ and AWQ: ``M.qweight``, ``M.qzeros`` and ``M.scales`` of every linear module M, read as ``M.weight``.
 
-    GPTQ packs inputs, AWQ outputs. ``zero_offset`` is added to stored zero points (1 in the first format of GPTQ).
+    GPTQ packs inputs, AWQ outputs. The first format of GPTQ has zero points minus one, ``shifted_zeros``. The one is
+    subtracted from whole integers, as by gptqmodel, so a zero point of 0 borrows from the next one.
     """
 
     files: Files
     bits: int
     group_size: int
     is_awq: bool
-    zero_offset: int
+    shifted_zeros: bool
 
     @property
     def names(self) -> set[str]:
@@ -177,14 +178,15 @@ class PackedIntegers:
         module, (outs, ins) = name.removesuffix(".weight"), box
         handle = lambda part: self.files.handle(f"{module}.{part}")
         groups = self._groups(module, ins)
-        zeros = self._unpacked_columns(handle("qzeros")[(slice(None), self._integers(outs))], outs)
+        one = sum(1 << place for place in range(0, 32, self.bits)) if self.shifted_zeros else 0
+        zeros = self._unpacked_columns(handle("qzeros")[(slice(None), self._integers(outs))] + one, outs)
         if self.is_awq:
             values = self._unpacked_columns(handle("qweight")[(ins, self._integers(outs))], outs)
         else:
             packed = handle("qweight")[(self._integers(ins), outs)]
             values = _cut(self._bits(packed).movedim(-1, 1).flatten(0, 1), ins, self._per_integer)
         scales = handle("scales")[(slice(None), outs)].float()
-        return (scales[groups] * (values - (zeros[groups] + self.zero_offset))).t()
+        return (scales[groups] * (values - zeros[groups])).t()
 
     def _groups(self, module: str, ins: slice) -> Tensor:
         """Return the group of every input."""
@@ -229,5 +231,5 @@ def stored_format(files: Files, options: Mapping[str, Any] | None) -> StoredForm
             return Mxfp4(files)
     assert options is not None
     is_awq = options["quant_method"] == "awq"
-    offset = 0 if is_awq or options.get("checkpoint_format") == "gptq_v2" else 1
-    return PackedIntegers(files, options["bits"], options.get("group_size", 128), is_awq, offset)
+    shifted_zeros = not is_awq and options.get("checkpoint_format") != "gptq_v2"
+    return PackedIntegers(files, options["bits"], options.get("group_size", 128), is_awq, shifted_zeros)

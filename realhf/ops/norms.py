@@ -49,8 +49,8 @@ def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any]) -> T
 
     ``linear`` divides frequencies by ``factor`` (arXiv 2306.15595). ``llama3`` and ``yarn`` divide low ones, keep high
     ones, and interpolate between them by wavelength (Llama 3.1) or by index (arXiv 2309.00071, section 3.2).
-    ``longrope`` divides each one by its own factor (arXiv 2402.13753). ``longrope`` and ``dynamic`` have other
-    frequencies in rows that exceed ``ModelConfig.max_row_len``, which are not supported.
+    ``longrope`` divides each one by its own factor (arXiv 2402.13753). Scaling that depends on the length of a row is
+    that of ``ModelConfig.with_fixed_rotary``.
     """
     powers = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / powers
@@ -87,13 +87,13 @@ def _yarn_ramp(head_dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
 class Rotary:
     """A table of cosines and signed sines by position, extended on demand.
 
-    Scaling that depends on the length of a row has ``max_len`` positions.
+    With ``max_len`` there are so many positions.
     """
 
     def __init__(
         self, head_dim: int, base: float, scaling: dict[str, Any], device: torch.device | str, max_len: int = 0
     ) -> None:
-        self._max_len = max_len if scaling.get("rope_type") in ("dynamic", "longrope") else 0
+        self._max_len = max_len
         self._frequencies = rotary_frequencies(head_dim, base, scaling).to(device)
         self._scale = scaling.get("attention_factor", 1.0)
         self._tables = torch.empty(2, 0, head_dim, device=device)
@@ -101,11 +101,12 @@ class Rotary:
     def table(self, longest: int) -> Tensor:
         """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``.
 
-        Raises ValueError for a row that is too long for the scaling.
+        Raises ValueError for a row that exceeds ``max_len``.
         """
         if 0 < self._max_len < longest:
             raise ValueError(
-                f"a row has {longest} tokens; the rotary scaling of this model has {self._max_len} positions"
+                f"a row has {longest} tokens; the rotary scaling of this model has {self._max_len} positions: "
+                "rotary_length sets them"
             )
         if longest > self._tables.shape[1]:
             self._tables = self._build(1 << (longest - 1).bit_length())

@@ -157,6 +157,8 @@ def model_config(role: RoleSpec) -> ModelConfig:
     """Read a role's architecture from its model directory or config file; ValueError if it is invalid."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
     config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head, text_only=role.spec.text_only)
+    if length := role.spec.rotary_length:
+        config = with_rotary_length(config, length)
     options, quantization = role.spec.lora, role.spec.lora.quantization
     if not options.rank:
         if quantization.bits:
@@ -169,6 +171,16 @@ def model_config(role: RoleSpec) -> ModelConfig:
     lora_modules(config)  # all targets are modules of the model
     check_quantization(config)
     return config
+
+
+def with_rotary_length(config: ModelConfig, length: int) -> ModelConfig:
+    """Return the model with the rotary embeddings of rows of ``length`` tokens; ValueError if it has no such rows."""
+    if not config.has_length_scaling:
+        raise ValueError("rotary_length is for LongRoPE and dynamic rotary scaling, which this model does not have")
+    scaling = dict(config.rotary_scaling)
+    if scaling["rope_type"] == "longrope" and length > config.max_positions:
+        raise ValueError(f"rotary_length={length} exceeds the {config.max_positions} positions of the model")
+    return replace(config, rotary_length=length)
 
 
 def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:

@@ -47,6 +47,7 @@ YARN = (
     ("rope_type", "yarn"), ("original_max_position_embeddings", 16), ("factor", 4.0), ("beta_fast", 32.0),
     ("beta_slow", 1.0), ("truncate", False), ("attention_factor", 1.5),
 )  # fmt: skip
+TRUNCATED = tuple((key, value or key == "truncate") for key, value in YARN)
 SIGMOID = {"expert_scores": "sigmoid", "choice_bias": True, "expert_groups": (3, 2), "expert_scale": 2.5,
            "shared_intermediate": 48}  # fmt: skip
 LATENT = replace(
@@ -57,7 +58,7 @@ OTHERS = (
     replace(LATENT, family="deepseek_v3"),
     replace(LATENT, family="kimi_k2", latent=Latent(8, 6), rotary_scaling=YARN,
             attention_scale=10**-0.5 * (1 + 0.1 * math.log(4.0)) ** 2),
-    replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=YARN, windowed_rotary_base=1e4),
+    replace(OLMO2, family="olmo3", sliding_windows=ALTERNATING, rotary_scaling=TRUNCATED, windowed_rotary_base=1e4),
     replace(GEMMA2, family="gemma3_text", qk_norm="head", sliding_windows=ALTERNATING, windowed_rotary_base=100.0,
             attention_softcap=0.0),
     replace(LLAMA, family="phi3", rotary_dims=2),
@@ -151,10 +152,55 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "llama", **SIZES, "hidden_size": None}, "field 'hidden_size' is missing"),
         ({"model_type": "llama", **SIZES, "vocab_size": "9"}, "'vocab_size' must be a positive whole number, got '9'"),
         ({"model_type": "llama", **SIZES, "hidden_size": 18}, "'hidden_size' is 18, not a multiple"),
-        ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
+        ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "field 'num_key_value_heads' is 3: 4 query"),
         ({"model_type": "llama", **SIZES, "hidden_act": "prelu"}, "field 'hidden_act' is 'prelu'"),
         ({"model_type": "mistral", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
-        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
+        (
+            {"model_type": "llama", **SIZES, "rope_scaling": {"type": "su", "factor": 2.0}},
+            "field 'type' is 'su', known are",
+        ),
+        (
+            {"model_type": "llama", **SIZES, "rope_scaling": "yarn"},
+            "field 'rope_scaling' must be an object, got 'yarn'",
+        ),
+        ({"model_type": "llama", **SIZES, "rope_parameters": [1]}, "field 'rope_parameters' must be an object, got"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "longrope"}}, "field 'short_factor' is missing"),
+        (
+            {"model_type": "phi3", **SIZES, "rope_scaling": {"type": "linear"}},
+            "field 'rope_type' is 'linear', which is",
+        ),
+        ({"model_type": "olmo3", **SIZES, "sliding_window": None}, "field 'sliding_window' is None and there are no"),
+        (
+            {"model_type": "olmo3", **SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "field 'truncate' is False, only True is supported",
+        ),
+        (
+            {
+                "model_type": "olmo3",
+                **SIZES,
+                "original_max_position_embeddings": 8,
+                "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+            },
+            "field 'original_max_position_embeddings' is 8, which is not supp",
+        ),
+        (
+            {"model_type": "glm4", **SIZES, "partial_rotary_factor": 1e-6},
+            "field 'partial_rotary_factor' or 'rotary_pct' is 1e-06: no di",
+        ),
+        ({"model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 2}, "field 'num_key_value_heads' is 2, latent"),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "head_dim": 12},
+            "field 'head_dim' is 12, here it is the same as qk_rope",
+        ),
+        ({"model_type": "deepseek_v3", **SIZES, "head_dim": [8]}, "field 'head_dim' must be a positive whole number"),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "n_group": 3},
+            "fields 'n_routed_experts', 'n_group' and 'topk_group' a",
+        ),
+        (
+            {"model_type": "deepseek_v3", **SIZES, "n_group": 256},
+            "field 'n_group' is 256: groups are ranked by two exp",
+        ),
         ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
         ({"model_type": "mistral", **SIZES, "sliding_window": 0}, "'sliding_window' must be a positive whole number"),
         ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must name"),
@@ -166,7 +212,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "mixtral", **SIZES, "router_jitter_noise": 0.1}, "field 'router_jitter_noise' is 0.1"),
         (
             {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_experts_per_tok": 9},
-            "each token goes to 9 of 8 experts",
+            "field 'num_experts_per_tok' is 9, the model has 8 experts",
         ),
         ({"model_type": "qwen3_moe", **SIZES, "router_aux_loss_coef": -1}, "must be a number of 0 or more, got -1"),
     ],
@@ -174,6 +220,12 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
 def test_invalid_configurations_are_rejected(tmp_path: Path, fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("'", ".")):
         read_hf_config(written(tmp_path, **fields), False)
+
+
+def test_a_null_head_size_of_seed_oss_is_that_of_llama(tmp_path: Path) -> None:
+    fields = {"model_type": "seed_oss", **SIZES, "num_key_value_heads": 4}
+    assert read_hf_config(written(tmp_path, **fields, head_dim=None), False).head_dim == 4
+    assert read_hf_config(written(tmp_path, **fields), False).head_dim == 128
 
 
 def test_missing_and_malformed_files_are_rejected(tmp_path: Path) -> None:

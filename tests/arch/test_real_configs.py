@@ -28,6 +28,21 @@ GEMMA = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "
 NEOX = {"hidden_act": "gelu", "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
         "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True}  # fmt: skip
 RELEASED: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **WIDE, "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+        "eos_token_id": [6, 7, 8], "hidden_act": "silu", "max_position_embeddings": 131072, "mlp_bias": False,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    },
+    "gpt2-medium": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "bos_token_id": 5,
+        "embd_pdrop": 0.1, "eos_token_id": 5, "initializer_range": 0.2, "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
+        "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 1024, "n_special": 0, "predict_special_tokens": True,
+        "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 67,
+    },
     "mistral-7b-v0.1": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096},
     "mistral-7b-v0.3": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
     "mistral-nemo": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 1e6, "head_dim": 16},

@@ -4,6 +4,7 @@ import json
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def transformers_model(folder: Path, seed: int) -> PreTrainedModel | None:
     """Return a random model for the folder's configuration, with its weights saved; None if transformers refuses."""
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
         with torch.no_grad():
             for param in model.parameters():
                 if param.ndim == 1:
@@ -49,7 +50,7 @@ def saved_model(family: str, fields: dict[str, Any], folder: Path, rng: random.R
 
 def fresh(folder: Path) -> PreTrainedModel:
     """Return the model again: dynamic rotary scaling keeps state between calls."""
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -58,31 +59,38 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours, theirs, atol=TOLERANCE * scale, rtol=0, equal_nan=True)
 
 
-def compare(folder: Path, ours: Transformer, theirs: PreTrainedModel) -> None:
+def compare(
+    folder: Path,
+    ours: Transformer,
+    theirs: PreTrainedModel,
+    row_lengths: Sequence[int] = LENGTHS,
+    same: Callable[[torch.Tensor, torch.Tensor], bool] = close,
+) -> None:
     """Compare the logits of packed rows of several lengths, and of a continuation with a KV cache."""
     limit = ours.config.max_row_len
-    lengths = [n for n in LENGTHS if n <= limit or not is_limited(ours)]
-    tokens = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    lengths = [n for n in row_lengths if n <= limit or not is_limited(ours)]
+    tokens = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in row_lengths]
     rows = [row for row in tokens if len(row) in lengths]
     hidden = ours.hidden(torch.cat(rows), lengths)
     for row, logits in zip(rows, ours.logits(hidden).split(lengths), strict=True):
-        assert close(logits, fresh(folder)(row[None]).logits[0]), f"row of {len(row)} tokens"
+        assert same(logits, fresh(folder)(row[None]).logits[0]), f"row of {len(row)} tokens"
     if len(rows) < len(tokens):
         with pytest.raises(ValueError, match=f"a row has {len(tokens[-1])} tokens"):
             ours.hidden(tokens[-1], [len(tokens[-1])])
     prompt = max((row for row in rows if len(row) + N_NEW <= limit), key=len)
-    found = theirs.generate(prompt[None], generation_config=GenerationConfig(
+    everything = torch.ones(1, len(prompt), dtype=torch.int64)  # by default without the pad tokens of the prompt
+    found = theirs.generate(prompt[None], attention_mask=everything, generation_config=GenerationConfig(
         max_new_tokens=N_NEW, do_sample=False, eos_token_id=None, pad_token_id=0, bos_token_id=1,
         use_cache=False,  # with its cache, a window of one token sees all
         output_logits=True, return_dict_in_generate=True))  # fmt: skip
-    cache, at = ours.new_cache(2, 64), len(prompt)
+    cache, at = ours.new_cache(2, max(row_lengths) + N_NEW), len(prompt)
     logits = [ours.logits(ours.hidden(prompt, [at], cache, [0])[-1:])]
     with ours.decoding():
         for token in found.sequences[0, at:-1]:
             logits.append(ours.logits(ours.decode(token[None], torch.tensor([at]), cache)))
             at += 1
     for mine, expected in zip(logits, found.logits, strict=True):
-        assert close(mine, expected), f"continuation of {len(prompt)} tokens"
+        assert same(mine, expected), f"continuation of {len(prompt)} tokens"
 
 
 def is_limited(model: Transformer) -> bool:

@@ -41,12 +41,24 @@ MORE: dict[str, dict[str, Any]] = {
 """``python -m tests.vllm.test_families`` checks these too; a server takes ten seconds to start."""
 
 
-def difference(family: str, folder: Path) -> float:
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(16)],
+            "long_factor": [2.0 + i for i in range(16)]}  # fmt: skip
+BY_LENGTH: dict[str, tuple[dict[str, Any], int]] = {
+    "longrope, short": ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64}}, 0),
+    "longrope, long": ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 8,
+                                            "attention_factor": 1.3}}, 64),
+    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 16}, 64),
+}  # fmt: skip
+"""Llamas whose rotary embeddings depend on the length of a row, and ``rotary_length``."""
+
+
+def difference(family: str, folder: Path, own: dict[str, Any] | None = None, rotary_length: int = 0) -> float:
     """Return the largest difference of log-probabilities of sampled responses."""
     (folder / "model").mkdir(parents=True)
-    own = {**FAMILIES, **MORE}[family]
+    own = {**FAMILIES, **MORE}[family] if own is None else own
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": family, **SIZES, **own}))
-    engine = engine_of(ModelSpec(config=str(folder / "model"), init_from_scratch=True))
+    spec = ModelSpec(config=str(folder / "model"), init_from_scratch=True, rotary_length=rotary_length)
+    engine = engine_of(spec)
     vllm = vllm_on(engine, folder / "actor")
     try:
         responses = vllm.generate(prompts_of((3, 1, 7, 12)), GenerationConfig(max_new_tokens=14), 2, seed=5)
@@ -59,6 +71,11 @@ def difference(family: str, folder: Path) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_equal_the_native_engine(family: str, tmp_path: Path) -> None:
     assert difference(family, tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_rotary_embeddings_by_length_equal_the_native_engine(kind: str, tmp_path: Path) -> None:
+    assert difference("llama", tmp_path, *BY_LENGTH[kind]) < 1e-4
 
 
 def main() -> None:

@@ -64,6 +64,12 @@ class ModelSpec:
     tokenizer: str | None = opt(None, "tokenizer folder (default: path)", MODEL)
     init_from_scratch: bool = opt(False, "initialize random weights from config, seeded")
     text_only: bool = opt(False, "use the text part of a multimodal model, and save it alone")
+    rotary_length: int = opt(
+        0,
+        "LongRoPE and dynamic rotary scaling: all rows get the embeddings of rows with so many tokens, the maximum "
+        "(default: the length up to which embeddings do not depend on it)",
+        NATURAL,
+    )
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
     offload: bool = opt(False, "offload the weights to host memory between calls (untrained roles)")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -327,7 +327,7 @@ def weight_problems(folder: Path) -> list[str]:
     return problems
 
 
-def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
+def _roles_by(models: Models, size: Callable[[ModelConfig], Any]) -> dict[Any, str]:
     sizes = {role: size(model) for role, model in models.items() if model is not None}
     return {value: ", ".join(role for role in sizes if sizes[role] == value) for value in sizes.values()}
 
@@ -366,7 +366,9 @@ def size_problems(experiment: Experiment, rows: EncodedRows, held_out: EncodedRo
                      for token in (sampling.stop_token_ids if sampling else ()) if not 0 <= token < vocab]  # fmt: skip
     what = f"the longest prompt and {n_new} new tokens need" if n_new else "the longest row needs"
     option = "max_new_tokens or dataset.max_prompt_len" if n_new else "dataset.max_seqlen"
-    for positions, names in _roles_by(models, lambda model: model.max_row_len).items():
+    for (positions, is_scaled), names in _roles_by(models, lambda m: (m.max_row_len, m.has_length_scaling)).items():
         if longest > positions:
-            problems.append(f"{names}: the model has {positions} positions, {what} {longest}; lower {option}")
+            wider = f" or set rotary_length={longest} or more: all rows get the rotary embeddings of such rows"
+            problems.append(f"{names}: the model has {positions} positions, {what} {longest}; lower {option}"
+                            f"{wider if is_scaled else ''}")  # fmt: skip
     return problems

@@ -40,8 +40,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     found = llama.config_to_hf(config)
     del found["rms_norm_eps"]
     return found | {
-        **base.sliding_window_to_hf(config),
-        "layer_types": base.layer_types(config),
+        **base.window_by_layer_to_hf(config),
         "layer_norm_eps": config.norm_eps,
         "logit_scale": config.logit_scale,
         "attention_bias": config.qkv_bias,

@@ -27,10 +27,11 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool, family: str) -> ModelConf
     q_rank = fields.whole_number(hf, "q_lora_rank", 1536) if has_q_rank else 0
     n_heads = fields.whole_number(hf, "num_attention_heads")
     if (n_kv := fields.whole_number(hf, "num_key_value_heads", n_heads)) != n_heads:
-        raise ValueError(f"{n_kv} key/value heads and {n_heads} query heads: latent attention has as many")
+        raise ValueError(f"field 'num_key_value_heads' is {n_kv}, latent attention has one per query head: {n_heads}")
     if (value_dim := fields.whole_number(hf, "v_head_dim", 128)) > plain + rotated:
         raise ValueError(f"field 'v_head_dim' is {value_dim}, values that are wider than keys are not supported")
-    hf.get("head_dim")  # transformers writes that of rotary embeddings
+    if (head_dim := fields.whole_number(hf, "head_dim", rotated)) != rotated:  # transformers writes the rotated part
+        raise ValueError(f"field 'head_dim' is {head_dim}, here it is the same as qk_rope_head_dim, {rotated}")
     own: dict[str, Any] = {
         "latent": Latent(fields.whole_number(hf, "kv_lora_rank", 512), value_dim, q_rank),
         "rotary_dims": rotated,

@@ -62,8 +62,7 @@ def _gemma2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
     scalar = round(config.attention_scale**-2, 6)
     return _gemma_to_hf(config) | {
-        **base.sliding_window_to_hf(config),
-        "layer_types": base.layer_types(config),
+        **base.window_by_layer_to_hf(config),
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attention_softcap or None,
         "final_logit_softcapping": config.logit_softcap or None,

@@ -15,7 +15,7 @@ NORMS = (("attn_norm.weight", "attn_norm.bias"), ("mlp_norm.weight", "mlp_norm.b
 MATRICES = (("wo", "bo"), ("up", "b_up"), ("down", "b_down"))
 GPT2_UNUSED = (
     "n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj summary_activation "
-    "summary_proj_to_labels summary_first_dropout"
+    "summary_proj_to_labels summary_first_dropout n_special predict_special_tokens"
 )
 GPT2_MODULES = ("ln_1", "ln_2", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NEOX_MODULES = (

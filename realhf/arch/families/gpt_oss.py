@@ -40,8 +40,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.config_to_hf(config) | {
-        **base.sliding_window_to_hf(config),
-        "layer_types": base.layer_types(config),
+        **base.window_by_layer_to_hf(config),
         "hidden_act": "silu",
         "intermediate_size": config.expert_intermediate,
         "num_local_experts": config.n_experts,

@@ -38,7 +38,7 @@ def _ministral_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 
 def _ministral_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return _mistral_to_hf(config) | {"layer_types": base.layer_types(config)}
+    return llama.config_to_hf(config, **base.window_by_layer_to_hf(config))
 
 
 def _ministral3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:

@@ -42,8 +42,7 @@ def _olmo3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 def _olmo3_to_hf(config: ModelConfig) -> dict[str, Any]:
     return _olmo2_to_hf(config) | {
-        **base.sliding_window_to_hf(config),
-        "layer_types": base.layer_types(config),
+        **base.window_by_layer_to_hf(config),
         **rotary_by_layer_type_to_hf(config),
     }
 

@@ -15,7 +15,7 @@ def _phi3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     fields.require(hf, lm_head_bias=False)
     kind = parameters(hf).get("rope_type", parameters(hf).get("type", "default"))
     if kind not in ("default", *LONGROPE_NAMES):
-        raise ValueError(f"rotary scaling {fields.shown(kind)} is not supported for this model_type, "
+        raise ValueError(f"field 'rope_type' is {fields.shown(kind)}, which is not supported for this model_type, "
                          f"known are default, {', '.join(LONGROPE_NAMES)}")  # fmt: skip
     original = fields.whole_number(hf, "original_max_position_embeddings", 4096)
     read_rotary = partial(partial_rotary, hf, default=1.0, original=original, longrope_names=LONGROPE_NAMES)

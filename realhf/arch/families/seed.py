@@ -12,7 +12,8 @@ from realhf.arch.families.common.base import Family
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     biases = {"qkv_bias": fields.flag(hf, "attention_bias", True), "proj_bias": fields.flag(hf, "attention_out_bias")}
     own: dict[str, Any] = {"mlp_bias": fields.flag(hf, "mlp_bias"), **biases}
-    return llama.config_from_hf(hf, "seed_oss", scalar_head, 524288, 8, head_dim=128, **own)
+    head_dim = None if "head_dim" in hf else 128  # null: the hidden size divided by the heads
+    return llama.config_from_hf(hf, "seed_oss", scalar_head, 524288, 8, head_dim=head_dim, **own)
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

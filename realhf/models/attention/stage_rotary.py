@@ -46,10 +46,11 @@ class StageRotary:
     """A table for each base and scaling; ``table_of`` has the number of every block's, -1 for a block without one."""
 
     def __init__(self, config: ModelConfig, layers: Sequence[int], device: torch.device) -> None:
-        by_block = [config.rotary(layer) for layer in layers]
+        fixed, limit = config.with_fixed_rotary(), config.max_row_len if config.has_length_scaling else 0
+        by_block = [fixed.rotary(layer) for layer in layers]
         distinct = list(dict.fromkeys(found for found in by_block if found is not None))
         dims = config.rotary_dims or config.head_dim
-        self._rotaries = [Rotary(dims, base, dict(scaling), device, config.max_row_len) for base, scaling in distinct]
+        self._rotaries = [Rotary(dims, base, dict(scaling), device, limit) for base, scaling in distinct]
         self.table_of = tuple(-1 if found is None else distinct.index(found) for found in by_block)
         self.query_growth = config.query_growth
 

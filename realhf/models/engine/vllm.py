@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenerationConfig, VllmConfig
+from realhf.api.model_config import ModelConfig
 from realhf.arch.hot_adapters import merge_reason, padded_rank, served_modules
 from realhf.arch.lora import is_adapter
 from realhf.base.errors import RunFailed
@@ -208,6 +209,20 @@ def sampling_params(request: Request, row: int) -> dict[str, Any]:
     return sampling_options(request.config, request.budgets[prompt], request.stop_ids, seed)
 
 
+def vllm_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the ``config.json`` whose rotary embeddings in vLLM are ours, for rows of any length.
+
+    vLLM chooses LongRoPE's factors by its maximum length and computes their scale from the positions alone.
+    """
+    fixed = config.with_fixed_rotary()
+    fields, scaling = config_json(fixed, dtype), dict(fixed.rotary_scaling)
+    if scaling.get("rope_type") == "longrope":
+        scales = dict.fromkeys(("short_mscale", "long_mscale"), scaling["attention_factor"])
+        for key in ("rope_scaling", "rope_parameters"):
+            fields[key] = {**fields[key], **scales}
+    return fields
+
+
 @dataclass(frozen=True)
 class VllmLauncher:
     """Starts the vLLM processes of a role.
@@ -231,7 +246,7 @@ class VllmLauncher:
         self.folder.mkdir(parents=True, exist_ok=True)
         dtype, context = engine.model.dtype, engine.context
         tied = engine.config.tied_embedding and not has_copied_head(engine.config)
-        hf_config = config_json(replace(engine.config, tied_embedding=tied, lora=None), dtype)
+        hf_config = vllm_config(replace(engine.config, tied_embedding=tied, lora=None), dtype)
         (self.folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         name, ranks = f"vLLM of worker {context.rank}", context.group("tp").ranks
         adapter = self.adapter_options(engine)
@@ -244,7 +259,7 @@ class VllmLauncher:
             "dtype": str(dtype).removeprefix("torch."),
             "device": context.device.type,
             "tp": len(ranks),
-            "max_length": self.options.max_length or engine.config.max_positions,
+            "max_length": self.options.max_length or engine.config.max_row_len,
             "slots": self.options.max_num_seqs,
             # of the tempered distribution: the raw one, or the sampled one, which top-k and top-p must not restrict
             "logprobs": "raw_logprobs" if self.temperature in (0.0, 1.0) else "processed_logprobs",

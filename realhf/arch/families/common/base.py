@@ -97,7 +97,13 @@ def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], b
 
 
 def all_but_every(step: int, hf: Mapping[str, Any], width: int) -> tuple[int, ...]:
-    """Return ``sliding_windows`` of a family whose every ``step``-th layer has none by default."""
+    """Return ``sliding_windows`` of a family whose every ``step``-th layer has none by default.
+
+    The layers with a window have other rotary embeddings, so a null one does not say which layers these are.
+    """
+    if not width and hf.get("layer_types") is None:
+        raise ValueError("field 'sliding_window' is None and there are no 'layer_types': they also set the rotary "
+                         "embeddings of this model_type")  # fmt: skip
     return sliding_windows(hf, width, lambda layer: (layer + 1) % step != 0)
 
 
@@ -111,6 +117,17 @@ def equal_windows(hf: Mapping[str, Any], width: int = 0) -> tuple[int, ...]:
 
 def sliding_window_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": max(config.sliding_windows, default=0) or None}
+
+
+def window_by_layer_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a family that reads windows by layer; a model without windows has one that no layer uses.
+
+    Transformers does not read null.
+    """
+    return {
+        "sliding_window": max(config.sliding_windows, default=config.max_positions),
+        "layer_types": layer_types(config),
+    }
 
 
 def layer_types(config: ModelConfig) -> list[str]:

@@ -53,16 +53,19 @@ def rotary_by_layer_type(
     full, windowed, older = by_type.get("full_attention"), by_type.get("sliding_attention"), hf.get("rope_scaling")
     for stored in (full, windowed, older):
         if stored is not None and not isinstance(stored, dict):
-            raise ValueError(f"rotary parameters must be an object, got {fields.shown(stored)}")
+            raise ValueError(f"fields 'rope_parameters' and 'rope_scaling' have objects, got {fields.shown(stored)}")
     if older and "rope_type" not in older and "type" in older:
         raise ValueError("field 'rope_scaling' has 'type' without 'rope_type', which versions of transformers read "
                          "differently for this model_type")  # fmt: skip
-    found = _fields({**(full or {}), **(older or {})}, hf, max_positions, base)
+    stored = {**(full or {}), **(older or {})}
+    fields.require(stored, truncate=True)  # versions of transformers differ: 5 reads it outside of the layer types
+    outer = fields.replaced(hf, original_max_position_embeddings=None)  # read inside of the layer types only
+    found = _fields(stored, outer, max_positions, base)
     local = {windowed_key: hf[windowed_key]} if windowed_key and hf.get(windowed_key) is not None else {}
     windowed_base = fields.number(local, windowed_key, windowed_base) if local else windowed_base
     own = _fields(windowed or {}, {}, max_positions, windowed_base)
     if own["rotary_scaling"]:
-        raise ValueError("rotary scaling of layers with a sliding window is not supported")
+        raise ValueError("field 'rope_parameters' has a scaling for sliding_attention, which is not supported")
     is_same = own["rotary_base"] == found["rotary_base"] and not found["rotary_scaling"]
     return {**found, "windowed_rotary_base": 0.0 if is_same else own["rotary_base"]}
 
@@ -75,9 +78,10 @@ def _fields(
     share: float = 1.0,
     original: int = 0,
 ) -> dict[str, Any]:
-    kind = stored.get("rope_type", stored.get("type", "default"))
+    key = "rope_type" if "rope_type" in stored else "type"
+    kind = stored.get(key, "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ValueError(f"rotary scaling {fields.shown(kind)} is not supported, known are {', '.join(SCALINGS)}")
+        raise ValueError(f"field '{key}' is {fields.shown(kind)}, known are {', '.join(SCALINGS)}")
     if unknown := sorted(set(stored) - KEYS):
         raise ValueError(f"rotary scaling '{kind}' has the unknown field '{unknown[0]}'")
     fields.require(stored, partial_rotary_factor=share)
@@ -106,7 +110,8 @@ def partial_rotary(
     outer = fields.number(hf, "partial_rotary_factor", default)
     share = fields.number(parameters(hf), "partial_rotary_factor", outer)
     if not (dims := int(head_dim * share)):
-        raise ValueError(f"no dimension of a head with {head_dim} is rotary, the fraction is {share}")
+        raise ValueError(f"field 'partial_rotary_factor' or 'rotary_pct' is {share}: no dimension of a head with "
+                         f"{head_dim} is rotary")  # fmt: skip
     stored = parameters(hf)
     if stored.get("rope_type", stored.get("type")) in longrope_names:
         stored = {**stored, "rope_type": "longrope"}
@@ -123,10 +128,11 @@ def partial_rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of a configuration as stored; ValueError if they are not an object."""
-    new = hf.get("rope_parameters")
-    stored = hf.get("rope_scaling") or new or {}
+    new, older = hf.get("rope_parameters"), hf.get("rope_scaling")
+    stored = older or new or {}
     if not isinstance(stored, dict):
-        raise ValueError(f"rotary parameters must be an object, got {fields.shown(stored)}")
+        name = "rope_scaling" if older else "rope_parameters"
+        raise ValueError(f"field '{name}' must be an object, got {fields.shown(stored)}")
     return stored
 
 
@@ -176,6 +182,8 @@ def _attention_factor(values: Mapping[str, Any], stored: Mapping[str, Any]) -> f
 
 def _numbers(stored: Mapping[str, Any], key: str) -> tuple[float, ...]:
     values = stored.get(key)
+    if values is None:
+        raise ValueError(f"field '{key}' is missing")
     if not isinstance(values, list):
         raise ValueError(f"field '{key}' must be a list of numbers, got {fields.shown(values)}")
     return tuple(fields.number({key: value}, key) for value in values)

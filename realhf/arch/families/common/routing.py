@@ -18,9 +18,11 @@ def from_hf(
         fields.whole_number(hf, key, n) for key, n in zip(("n_group", "topk_group"), groups, strict=True)
     )
     if n_used > n_groups or count % n_groups:
-        raise ValueError(f"{count} experts in {n_groups} groups, of which a token uses {n_used}")
+        raise ValueError(f"fields 'n_routed_experts', 'n_group' and 'topk_group' are {count} experts in {n_groups} "
+                         f"groups, of which a token uses {n_used}")  # fmt: skip
     if n_used < n_groups and count // n_groups < 2:
-        raise ValueError(f"groups of {count // n_groups} expert: a group is ranked by its two best experts")
+        raise ValueError(f"field 'n_group' is {n_groups}: groups are ranked by two experts, these have "
+                         f"{count // n_groups}")  # fmt: skip
     n_dense = int(fields.number(hf, "first_k_dense_replace", n_dense, minimum=0))
     hf.get("num_nextn_predict_layers")  # layers that predict further tokens are not read
     return {
