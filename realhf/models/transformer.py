@@ -16,20 +16,23 @@ from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
+from realhf.models.attention.delta_mixer import delta_of, new_delta_cache
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
-from realhf.models.blocks import Block, Experts, ForwardContext, Norm, PassAttention, RouterLoss, Routing, run_block
+from realhf.models.blocks import Block, Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
 from realhf.models.bound_weights import BoundWeights
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
+from realhf.models.norm_weights import Norm
 from realhf.models.routing import StageRouters
 from realhf.models.token_head import TokenHead
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams
 from realhf.ops.cascade import SharedPrefixes
+from realhf.ops.delta.delta_rows import DeltaRows
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard
 from realhf.ops.rows import RowLayout, on_device
 from realhf.ops.varlen import CachedRows, VarlenKernel
@@ -72,16 +75,16 @@ class Transformer:
         self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.tp_overlap, self.expert_region = tp_overlap, expert_region
-        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
+        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wo" in self.base.names]
         assert self.layers, "a stage has at least one layer"
         self._routers = StageRouters(config, self.layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
-        wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wq" if config.latent else "wk"))
-        self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
-        self._kv_holders = self.base.n_holders(wk, tp.size)
+        self.n_q, self.n_kv, self._kv_holders = self._count_heads()
         self._head_name = next((name for some in (params, self.base) for name in some.names if name == "head.weight"),
                                "embed.weight")  # fmt: skip
         self._vocab_shard = self._make_vocab_shard()
+        is_delta = [layer in config.delta_layers for layer in self.layers]
+        self._places = tuple(is_delta[:index].count(kind) for index, kind in enumerate(is_delta))
         self._score_rules = tuple(
             ScoreParams(config.attention_scale, config.sliding_window(i), config.attention_softcap) for i in self.layers
         )
@@ -123,11 +126,13 @@ class Transformer:
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         is_latent = self.config.latent is not None
         heads = (1, self.config.cache_numel) if is_latent else (self.n_kv, self.config.head_dim)
-        sizes = (len(self.layers), *heads, n_slots, max_len)
+        n_attention = len(set(self.layers) & set(self.config.attention_layers))
+        sizes = (n_attention, *heads, n_slots, max_len)
         by_token = self._cache_kernel() is not None
         experts = self._routers.new_cache(n_slots, max_len, self.device) if records_experts else None
         zeroed = self.weights.fused is None and not by_token
-        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent)
+        delta = new_delta_cache(self.config, self.base, self.layers, n_slots)
+        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
@@ -146,6 +151,15 @@ class Transformer:
         scoring = self._score_rules, self.rotary
         fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, *scoring) if is_whole else None
         return _Weights(embed, bound.optional("embed.positions"), blocks, final_norm, head, fused)
+
+    def _count_heads(self) -> tuple[int, int, int]:
+        """Return this shard's query and key/value heads, and how many ranks hold the latter."""
+        first = next((layer for layer in self.layers if layer not in self.config.delta_layers), None)
+        if first is None:
+            return 0, 0, 1
+        wq, wk = (f"layers.{first}.{name}" for name in ("wq", "wq" if self.config.latent else "wk"))
+        n_q, n_kv = (box_shape(self.base.box(name))[0] // self.config.head_dim for name in (wq, wk))
+        return n_q, n_kv, self.base.n_holders(wk, self.tp.size)
 
     def _make_vocab_shard(self) -> VocabShard:
         names = [name for name in ("embed.weight", "head.weight") if name in self.base.names]
@@ -199,7 +213,8 @@ class Transformer:
             indices = cache.indices(slot_of, layout.positions)
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
-        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout)
+        delta_rows = self._delta_rows(lengths, prefixes)
+        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout, delta_rows, slots)
         has_router_loss = token_weight and self.config.n_experts
         router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
         with self._memory_of(EMBEDDING) if x is None else nullcontext():
@@ -224,6 +239,7 @@ class Transformer:
         """``decode`` can read a prefix from the slot of another row."""
         kernel = self._cache_kernel()
         can_read = self.weights.fused is not None or (kernel is not None and kernel.reads_spans)
+        can_read = can_read and not self.config.delta_layers  # the states of a row are its own
         return can_read and not any(rule.window for rule in self._score_rules)
 
     @property
@@ -271,14 +287,20 @@ class Transformer:
         slots = torch.full_like(positions, slot)
         rotation, indices = self.rotary.rotation(positions, stop), cache.indices(slots, positions)
         x = self._embed(tokens, positions, stop) if x is None else x
-        attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop)
+        delta_rows = self._delta_rows((len(tokens),), ())
+        attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop, delta_rows)
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def _memory_of(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.forward(layer)
 
     def _attention(self) -> StageAttention:
-        return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks)
+        return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks, self._places)
+
+    def _delta_rows(self, lengths: Sequence[int], prefixes: Sequence[int]) -> DeltaRows | None:
+        if not self.config.delta_layers:
+            return None
+        return DeltaRows(tuple(lengths), tuple(prefixes), delta_of(self.config).kernel, self.device)
 
     def _run(
         self,
