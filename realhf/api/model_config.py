@@ -75,6 +75,10 @@ class GatedDelta:
         """Elements of the last inputs of the convolution of a row in one block."""
         return (self.kernel - 1) * (2 * self.keys + self.values)
 
+    def slot_bytes(self, itemsize: int) -> int:
+        """Return the bytes of both; inputs are in the type of the model, which has ``itemsize``."""
+        return 4 * self.state_numel + itemsize * self.tail_numel
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -188,7 +188,9 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
 
     qkv = context.product(project, x) if attention.norm is not None else project(x)
     qkv = qkv.unflatten(1, (-1, config.head_dim))
-    qkv, gates = qkv.split((n_q + 2 * n_kv, qkv.shape[1] - n_q - 2 * n_kv), 1)
+    gates = None
+    if config.attention_gate:
+        qkv, gates = qkv.split((n_q + 2 * n_kv, n_q), 1)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
         if config.qk_norm == "head" or tp_region.group.size == 1:
@@ -198,7 +200,7 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
             q, k = norm_projections(norms, q, k, config, tp_region, context.kv_holders)
         qkv = torch.cat((q, k, v), 1)
     mixed = context.attend(index, qkv).flatten(1, 2)
-    if config.attention_gate:
+    if gates is not None:
         mixed = mixed * gates.flatten(1).sigmoid()
     return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
 

@@ -203,18 +203,20 @@ class Transformer:
         row that is longer than the learned positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
-        rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
+        rotation = self.rotary.rotation(layout.positions, layout.longest, layout.rotation)
+        indices = slot_of_row = None
         routing: Routing | None = None
         if experts is not None:
             routing = self._routers.replay(experts, self.tp_region(len(tokens)).local_tokens)
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)[layout.rows]
+            slot_of_row = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
+            slot_of = slot_of_row[layout.rows]
             indices = cache.indices(slot_of, layout.positions)
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
         delta_rows = self._delta_rows(lengths, prefixes)
-        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout, delta_rows, slots)
+        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout, delta_rows, slot_of_row)
         has_router_loss = token_weight and self.config.n_experts
         router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
         with self._memory_of(EMBEDDING) if x is None else nullcontext():

@@ -1,6 +1,5 @@
 """The attention of one pass through a stage: of packed rows, of one new token per slot, or of new tokens of one row."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from realhf.models.low_rank import Dropout
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.delta.delta_rows import DeltaRows
-from realhf.ops.rows import RowLayout, on_device
+from realhf.ops.rows import RowLayout
 from realhf.ops.varlen import CachedRows
 
 
@@ -90,7 +89,7 @@ class PackedPass:
     indices: Tensor | None
     dropout: Dropout | None
     delta_rows: DeltaRows | None = None
-    slots: Sequence[int] | None = None
+    slots: Tensor | None = None
 
     def __call__(self, block: int, qkv: Tensor) -> Tensor:
         n_q, n_kv = self.stage.n_q, self.stage.n_kv
@@ -114,11 +113,11 @@ class PackedPass:
         return self._attend(block, qkv)[..., : config.value_dim]
 
     def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
-        assert self.delta_rows is not None
-        if self.cache is None or self.cache.delta is None:
-            return self.stage.mixer(block).mix(projected, self.stage.config, region, self.delta_rows)[0]
-        slots = on_device(torch.tensor(self.slots, dtype=torch.int64), projected.device)
-        return self.stage.mix_from(block, projected, region, self.delta_rows, self.cache.delta, slots, is_new=True)
+        rows, cache = self.delta_rows, None if self.cache is None else self.cache.delta
+        assert rows is not None
+        if cache is None or self.slots is None:
+            return self.stage.mixer(block).mix(projected, self.stage.config, region, rows)[0]
+        return self.stage.mix_from(block, projected, region, rows, cache, self.slots, is_new=True)
 
 
 class DecodePass:

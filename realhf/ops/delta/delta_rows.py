@@ -47,6 +47,29 @@ class DeltaRows:
             tuple(row for row in by_size if self.parents[row] >= 0),
         )
 
+    @cached_property
+    def _indices(self) -> tuple[Tensor, ...]:
+        """All index tensors, with one copy to the device."""
+        parts = *self._chunks(), *self._windows(), *self._picks()
+        flat = on_device(torch.cat([part.flatten() for part in parts]), self.device)
+        return tuple(
+            own.view(part.shape) for own, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)
+        )
+
+    @property
+    def picks(self) -> tuple[Tensor, ...]:
+        """Indices of states: the rows without prefix, the place of every prefix among them, and the rows' own order.
+
+        They are in the order of ``groups``; the last one undoes it.
+        """
+        return self._indices[5:]
+
+    def _picks(self) -> list[Tensor]:
+        roots, children = self.groups
+        parents, both = [roots.index(self.parents[row]) for row in children], roots + children
+        orders = roots, parents, sorted(range(len(both)), key=both.__getitem__)
+        return [torch.tensor(some, dtype=torch.int64) for some in orders]
+
     def _n_chunks(self, row: int) -> int:
         return -(-self.lengths[row] // self.chunk)
 
@@ -55,7 +78,6 @@ class DeltaRows:
         counts = [self._n_chunks(row) for row in rows]
         return [sum(count > step for count in counts) for step in range(max(counts, default=0))]
 
-    @cached_property
     def _chunks(self) -> tuple[Tensor, Tensor]:
         n_tokens, starts = self._starts[-1], self._starts
         firsts = [
@@ -69,25 +91,28 @@ class DeltaRows:
         is_token = tokens < edges[:, 1:]
         places = torch.empty(n_tokens, dtype=torch.int64)
         places[tokens[is_token]] = is_token.flatten().nonzero().squeeze(1)
-        return on_device(tokens.masked_fill(~is_token, n_tokens), self.device), on_device(places, self.device)
+        return tokens.masked_fill(~is_token, n_tokens), places
 
     @property
     def tokens(self) -> Tensor:
         """The tokens of every chunk in the order of the steps, ``[N, chunk]``; T stands for none."""
-        return self._chunks[0]
+        return self._indices[0]
 
     @property
     def places(self) -> Tensor:
         """The place of every token in the flattened chunks, ``[T]``."""
-        return self._chunks[1]
+        return self._indices[1]
 
-    @cached_property
-    def windows(self) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def windows(self) -> tuple[Tensor, ...]:
         """Indices of the convolution: of its input, of tokens in its result, and of rows' last inputs in its input.
 
         In the input every row is behind the ``kernel - 1`` tokens before it, which for a row without prefix have the
         numbers from T on. The last index is ``[B, kernel - 1]``.
         """
+        return self._indices[2:5]
+
+    def _windows(self) -> tuple[Tensor, Tensor, Tensor]:
         before, starts = self.kernel - 1, self._starts
         parts = [
             part for row, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
@@ -97,8 +122,8 @@ class DeltaRows:
         numbers = torch.arange(len(counts)) * before
         places = torch.arange(starts[-1]) + numbers.repeat_interleave(counts)
         ends = torch.tensor(starts[1:], dtype=torch.int64) + numbers
-        indices = torch.cat(parts), places, ends[:, None] + torch.arange(before)
-        return tuple(on_device(index, self.device) for index in indices)  # type: ignore[return-value]
+        inputs = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return inputs, places, ends[:, None] + torch.arange(before)
 
     def _before(self, row: int) -> Tensor:
         """Return the ``kernel - 1`` tokens before a row, or before the one that it continues if this is shorter."""

@@ -5,14 +5,12 @@ with key k, value v, decay a and rate b changes it to ``a S + b k (v - a S^T k)^
 and keys are divided by their norms, queries also by the square root of their size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from realhf.ops.delta.delta_rows import DeltaRows
-from realhf.ops.rows import on_device
 
 NORM_EPS = 1e-6
 
@@ -81,7 +79,7 @@ def _normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _in_chunks(x: Tensor, rows: DeltaRows) -> Tensor:
     """Return ``x`` ``[T, ..., d]`` by chunks, ``[N, ..., chunk, d]``, with zeros behind the ends of rows."""
     padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-    return padded.index_select(0, rows.tokens.flatten()).unflatten(0, rows.tokens.shape).movedim(1, -2)
+    return padded.index_select(0, rows.tokens.flatten()).unflatten(0, rows.tokens.shape).movedim(1, -2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,12 @@ class _Chunks:
     def scan(self, rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[N, Hk, r, chunk, dv]``, and the states behind all rows in their order."""
         outputs: list[Tensor] = []
-        roots, children = rows.groups
-        ends = self._scan(0, rows.step_sizes(roots), _pick(states, roots), outputs)
+        (roots, children), (of_roots, of_parents, order) = rows.groups, rows.picks
+        ends = self._scan(0, rows.step_sizes(roots), states.index_select(0, of_roots), outputs)
         if children:
-            of_parents = _pick(ends, [roots.index(rows.parents[row]) for row in children])
-            first = sum(rows.step_sizes(roots))
-            ends = torch.cat((ends, self._scan(first, rows.step_sizes(children), of_parents, outputs)))
-        order = sorted(range(len(states)), key=(roots + children).__getitem__)
-        return torch.cat(outputs), _pick(ends, order)
+            inherited, first = ends.index_select(0, of_parents), sum(rows.step_sizes(roots))
+            ends = torch.cat((ends, self._scan(first, rows.step_sizes(children), inherited, outputs)))
+        return torch.cat(outputs), ends.index_select(0, order)
 
     def _scan(self, first: int, sizes: list[int], state: Tensor, outputs: list[Tensor]) -> Tensor:
         """Append the outputs of a group's steps from chunk ``first`` on, and return its states behind the last ones."""
@@ -122,7 +118,3 @@ class _Chunks:
             state = self.decays[here] * state + self.keys[here].mT @ changes
             first += size
         return torch.cat((state, *reversed(ended)))
-
-
-def _pick(states: Tensor, rows: Sequence[int]) -> Tensor:
-    return states.index_select(0, on_device(torch.tensor(rows, dtype=torch.int64), states.device))

@@ -99,8 +99,8 @@ def plan_prefill(
     """Plan the prefill of rows admitted to the slots from ``first_slot`` on; ``prompts`` are the tokens by number.
 
     A prompt that is a prefix of another one, or equals it, is copied from it; without ``copies_prefixes`` only if it
-    equals it, for a cache that has states behind the last token alone. With ``shares_prefix`` only the first slot of each
-    prompt stores it, and the prompt's other rows read it there.
+    equals it, for a cache with states, which are behind the last token. With ``shares_prefix`` only the first slot of
+    each prompt stores it, and the prompt's other rows read it there.
     """
     slots: dict[int, list[int]] = {}
     for slot, row in enumerate(new_rows, first_slot):
@@ -142,8 +142,8 @@ class SlotTable:
     A turn samples one token for each of the last ``n_sampling`` live rows: all of them in a decoding step, the newly
     admitted ones if there is a ``prefill``. A group without live rows is finished. With ``shares_prefix`` a prompt is
     stored in the slot of one of its rows; when that row is evicted, another one becomes the owner. ``copies_prefixes``
-    is as for ``plan_prefill``. The state is in numpy arrays in host memory: updates are many small operations, on which a
-    device would have to synchronise.
+    is as for ``plan_prefill``. The state is in numpy arrays in host memory: updates are many small operations, on which
+    a device would have to synchronise.
     """
 
     def __init__(
