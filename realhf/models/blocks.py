@@ -15,9 +15,9 @@ from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.attention.delta_mixer import DeltaMixer
 from realhf.models.attention.latent_attention import LatentProducts
+from realhf.models.attention.norm_weights import Norm, norm_heads, norm_projections, normalise
 from realhf.models.column_parallel import column_parallel
 from realhf.models.low_rank import Dropout, LowRank, linear
-from realhf.models.norm_weights import Norm, norm_heads, norm_projections, normalise
 from realhf.models.quantized_matrix import Matrix, product
 from realhf.models.routed_mlps import RoutedMlps
 from realhf.ops.activations import activate

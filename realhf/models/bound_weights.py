@@ -9,10 +9,10 @@ from realhf.api.param_box import box_shape
 from realhf.arch.lora import adapter_of, b_name
 from realhf.models.attention.delta_mixer import DeltaMixer
 from realhf.models.attention.latent_attention import LatentProducts
+from realhf.models.attention.norm_weights import Norm
 from realhf.models.blocks import Attention, Block, Experts, LinearAttention, Mlp
 from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank, column_keys, stacked
-from realhf.models.norm_weights import Norm
 from realhf.models.quantized_matrix import Matrix
 from realhf.models.quantized_params import QuantizedParams
 from realhf.models.routed_mlps import RoutedMlps

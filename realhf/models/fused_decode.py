@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
+from realhf.models.attention.norm_weights import Norm
 from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Attention, Block, Mlp
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import LowRank
-from realhf.models.norm_weights import Norm
 from realhf.models.quantized_matrix import Matrix, QuantizedMatrix
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS

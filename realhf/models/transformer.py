@@ -17,6 +17,7 @@ from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.attention.delta_mixer import delta_of, new_delta_cache
+from realhf.models.attention.norm_weights import Norm
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Block, Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
@@ -25,7 +26,6 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
-from realhf.models.norm_weights import Norm
 from realhf.models.routing import StageRouters
 from realhf.models.token_head import TokenHead
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory

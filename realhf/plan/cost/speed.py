@@ -101,7 +101,7 @@ class StageShard:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a row's recurrent states and last inputs of convolutions on this worker; they do not depend on its length."""
+        """Bytes of a row on this worker that do not depend on its length: states and last inputs of convolutions."""
         if self.model.delta is None:
             return 0
         n_blocks = -(-self.n_blocks * len(self.model.delta_layers) // self.model.n_layers)
