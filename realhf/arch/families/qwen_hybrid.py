@@ -19,7 +19,7 @@ UNUSED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicat
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool, family: str, n_kv: int, **own: Any) -> ModelConfig:
-    fields.require(hf, attn_output_gate=True)
+    fields.require(hf, attn_output_gate=True, use_sliding_window=False)
     rotated = {key: value for key, value in parameters(hf).items() if key not in OF_IMAGES}
     stored = fields.replaced(hf, rope_parameters=rotated, rope_scaling=None)
     own |= {
