@@ -24,7 +24,7 @@ from realhf.arch.hf_config import TEXT_PART
 from realhf.arch.param_specs import param_specs
 from realhf.base.seeds import stable_seed
 from realhf.models.flat_params import FlatParams
-from realhf.models.stored_formats import stored_format
+from realhf.models.stored_formats import SplitExperts, stored_format
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -75,12 +75,14 @@ class _SafetensorsFolder(ExitStack):
 class _StoredTensors:
     """The tensors of an open folder, dequantised if its ``config.json`` says that they are quantized."""
 
-    def __init__(self, files: _SafetensorsFolder) -> None:
+    def __init__(self, files: _SafetensorsFolder, splits_experts: bool) -> None:
         self.path, file = files.path, files.path / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
         text_part = config.get(TEXT_PART)
         options = config.get("quantization_config") or (text_part or {}).get("quantization_config")
         self._format = stored_format(files, options)
+        if splits_experts:
+            self._format = SplitExperts(self._format)
         stored = self._format.names
         self._stored = {name: name for name in stored} if text_part is None else _text_names(stored)
         self.names = set(self._stored)
@@ -193,7 +195,7 @@ def load_hf(
     tied = config.tied_embedding and config.head == "lm"
     copy = hf_head(replace(config, tied_embedding=False)) if tied else None
     with _SafetensorsFolder(Path(folder)) as files:
-        source = _StoredTensors(files)
+        source = _StoredTensors(files, any(".experts.0.gate_proj." in name for name in shapes))
         names = _stored_names(source, set(shapes), family.base_prefix)
         needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
         heads = tuple(prefix for head, prefixes in HEADS.items() if head != config.head for prefix in prefixes)
