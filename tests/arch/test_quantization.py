@@ -19,7 +19,6 @@ from realhf.arch.quantization import (
 from realhf.plan.compile.check import all_strategies, nearest_strategy, strategy_problems
 from tests.plan.search.planners import LLAMA
 
-
 HYBRID = replace(LLAMA, delta=GatedDelta(2, 2, 4, 4, 4), delta_layers=(0,))
 
 
