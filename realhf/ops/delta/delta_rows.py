@@ -66,7 +66,8 @@ class DeltaRows:
 
     def _picks(self) -> list[Tensor]:
         roots, children = self.groups
-        parents, both = [roots.index(self.parents[row]) for row in children], roots + children
+        place_of, both = {row: place for place, row in enumerate(roots)}, roots + children
+        parents = [place_of[self.parents[row]] for row in children]
         orders = roots, parents, sorted(range(len(both)), key=both.__getitem__)
         return [torch.tensor(some, dtype=torch.int64) for some in orders]
 
