@@ -38,6 +38,8 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
 GPT2 = {"n_embd": 256, "n_head": 8, "n_layer": 4, "vocab_size": VOCAB, "n_positions": 512}
 HEADS, ROUTED = {"head_dim": 32}, {"num_experts_per_tok": 2, "moe_intermediate_size": 176}
 WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+          "linear_value_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": HEADS, "mistral": {}, "gemma": HEADS, "gpt2": {}, "gpt_neox": {}, "olmo2": {},
     "gemma2": {**HEADS, **WINDOWS, "query_pre_attn_scalar": 32}, "olmo3": WINDOWS,
@@ -53,6 +55,9 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
                     "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 16,
                     "qk_nope_head_dim": 32, "v_head_dim": 32},
+    "qwen3_next": {**ROUTED, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 176},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**ROUTED, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 176},
 }  # fmt: skip
 
 

@@ -45,6 +45,44 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """Attention with a state per head instead of cached keys and values: the gated delta rule (arXiv 2412.06464).
+
+    Each of ``key_heads`` heads of queries and keys belongs to ``value_heads / key_heads`` adjacent heads of values.
+    They have ``key_dim`` and ``value_dim`` dimensions. A causal convolution of ``kernel`` tokens precedes the rule.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """The width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of the recurrent states of a row in one block, float32."""
+        return self.values * self.key_dim
+
+    @property
+    def tail_numel(self) -> int:
+        """Elements of the last inputs of the convolution of a row in one block."""
+        return (self.kernel - 1) * (2 * self.keys + self.values)
+
+    def slot_bytes(self, itemsize: int) -> int:
+        """Return the bytes of both; inputs are in the type of the model, which has ``itemsize``."""
+        return 4 * self.state_numel + itemsize * self.tail_numel
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str
     n_layers: int
@@ -83,6 +121,9 @@ class ModelConfig:
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
     latent: Latent | None = None  # latent attention, with as many key as query heads
+    attention_gate: bool = False  # outputs of heads are multiplied by the sigmoid of one more product with the token
+    delta: GatedDelta | None = None  # what ``delta_layers`` have instead of attention
+    delta_layers: tuple[int, ...] = ()
     attention_sinks: bool = False  # every head has the score of one more key, without a value
     qkv_bias: bool = False
     proj_bias: bool = False  # of the output projection of attention
@@ -123,6 +164,11 @@ class ModelConfig:
     def routed_layers(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.n_layers) if i not in self.dense_layers) if self.n_experts else ()
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The blocks with attention, and so with a KV cache."""
+        return tuple(i for i in range(self.n_layers) if i not in self.delta_layers)
+
     def rotary(self, layer: int) -> tuple[float, tuple[tuple[str, Any], ...]] | None:
         """Return base and scaling of a block's rotary embeddings; None for a block without them."""
         if self.learned_positions or layer in self.unrotated_layers:
@@ -151,11 +197,19 @@ class ModelConfig:
         """Weights of the products of an attention."""
         out = self.n_heads * self.value_dim * self.hidden
         if self.latent is None:
-            return self.hidden * self.head_dim * (self.n_heads + 2 * self.n_kv_heads) + out
+            n_queries = self.n_heads * (2 if self.attention_gate else 1)
+            return self.hidden * self.head_dim * (n_queries + 2 * self.n_kv_heads) + out
         kv_rank, q_rank = self.latent.kv_rank, self.latent.q_rank
         queries = self.n_heads * self.head_dim * (q_rank or self.hidden) + q_rank * self.hidden
         of_values = self.head_dim - self.rotary_dims + self.latent.value_dim
         return queries + (kv_rank + self.rotary_dims) * self.hidden + self.n_heads * of_values * kv_rank + out
+
+    @property
+    def delta_numel(self) -> int:
+        """Weights of the products of a block with the gated delta rule."""
+        if self.delta is None:
+            return 0
+        return self.hidden * (2 * self.delta.keys + 3 * self.delta.values + 2 * self.delta.value_heads)
 
     @property
     def max_row_len(self) -> int:
@@ -195,5 +249,6 @@ class ModelConfig:
     def is_fusable(self) -> bool:
         """Return True if the fused decoding kernel supports the blocks: dense, sizes in multiples of 16, pre-norms."""
         has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full" and self.latent is None
+        has_kernel = has_kernel and not self.delta_layers and not self.attention_gate
         has_kernel = has_kernel and self.activation in KERNEL_ACTIVATIONS
         return has_kernel and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

@@ -15,7 +15,20 @@ def matrix_params(config: ModelConfig) -> int:
     width = (config.n_layers - routed) * config.intermediate
     width += routed * (config.experts_per_token * config.expert_intermediate + config.shared_intermediate)
     mlp = config.hidden * width * (3 if config.mlp == "gated" else 2) + routed * config.hidden * config.n_experts
-    return config.n_layers * config.attention_numel + mlp
+    mixers = len(config.attention_layers) * config.attention_numel + len(config.delta_layers) * config.delta_numel
+    return mixers + mlp
+
+
+def delta_flops(config: ModelConfig) -> int:
+    """Return the operations per token of the gated delta rule in all its blocks, by definition, and of convolutions.
+
+    They are three products with the state of every head.
+    """
+    if config.delta is None:
+        return 0
+    delta = config.delta
+    per_block = 6 * delta.state_numel + 2 * delta.kernel * (2 * delta.keys + delta.values)
+    return len(config.delta_layers) * per_block
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int | None = None) -> int:
@@ -23,7 +36,8 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int 
     lengths = list(lengths)
     tokens = sum(lengths)
     pairs = (sum(map(mul, lengths, lengths)) + tokens) // 2
-    attention = 2 * config.n_layers * config.n_heads * (config.head_dim + config.value_dim) * pairs
+    attention = 2 * len(config.attention_layers) * config.n_heads * (config.head_dim + config.value_dim) * pairs
+    attention += tokens * delta_flops(config)
     out = config.vocab if config.head == "lm" else 1
     head = 2 * config.hidden * out * (tokens if head_tokens is None else head_tokens)
     return 2 * matrix_params(config) * tokens + attention + head
@@ -50,7 +64,7 @@ def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[i
 
 
 def generate_bytes(config: ModelConfig, prompts: Sequence[int], rows: Sequence[int], slots: int, itemsize: int) -> int:
-    """Return a lower bound on the bytes one replica reads in decoding: weights once per step, KV cache of every row.
+    """Return a lower bound on the bytes one replica reads in decoding: weights once per step, KV cache and states.
 
     ``rows[i]`` is the length of prompt plus response, ``prompts[i]`` that of its prompt; ``slots`` rows are decoded
     concurrently. The first token of a response comes from the prefill.
@@ -59,4 +73,6 @@ def generate_bytes(config: ModelConfig, prompts: Sequence[int], rows: Sequence[i
     seen = sum(step * prompt + step * (step + 1) // 2 for step, prompt in zip(steps, prompts, strict=True))
     n_steps = max(max(steps, default=0), -(-sum(steps) // slots))
     weights = matrix_params(config) + config.hidden * config.vocab
-    return itemsize * (n_steps * weights + seen * config.n_layers * config.cache_numel)
+    cached = seen * len(config.attention_layers) * config.cache_numel
+    states = 0 if config.delta is None else config.delta.slot_bytes(itemsize)
+    return itemsize * (n_steps * weights + cached) + sum(steps) * len(config.delta_layers) * states

@@ -15,7 +15,8 @@ from realhf.arch.param_specs import param_specs
 
 PRODUCTS = (
     ("q_a",),
-    ("wq", "wk", "wv"),
+    ("wq", "wk", "wv", "wg"),
+    tuple(f"delta.{part}" for part in "qkvzba"),
     ("kv_a",),
     ("wkv",),
     ("wo",),

@@ -15,9 +15,10 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     k_norm.weight, sinks, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_gate, b_up, down, b_down, router,
     b_router, choice_bias, experts.up, experts.down, experts.b_up, experts.b_down, shared.gate, shared.up, shared.down,
     shared_gate, mlp_post_norm.weight}`` (and ``.bias`` of layer norms; latent attention has ``q_a, q_a_norm.weight,
-    kv_a, kv_a_norm.weight, wkv, b_q_a, b_kv_a`` instead of ``wk, wv`` and their biases), ``final_norm.weight``,
-    ``head.weight`` (absent if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are
-    adjacent.
+    kv_a, kv_a_norm.weight, wkv, b_q_a, b_kv_a`` instead of ``wk, wv`` and their biases; an output gate is ``wg, bg``;
+    the gated delta rule has ``delta.{q, k, v, z, b, a, conv_q, conv_k, conv_v, a_log, dt_bias, norm}`` and ``wo``),
+    ``final_norm.weight``, ``head.weight`` (absent if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs
+    of a fused product are adjacent.
     ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
     """
     d, vocab, last = config.hidden, config.vocab, config.n_layers + 1
@@ -44,7 +45,7 @@ def _block_specs(config: ModelConfig, index: int) -> list[ParamSpec]:
     layer, prefix = index + 1, f"layers.{index}."
     return [
         *_norm_specs(config, prefix + "attn_norm", layer, config.pre_norms),
-        *_attention_specs(config, prefix, layer),
+        *(_delta_specs if index in config.delta_layers else _attention_specs)(config, prefix, layer),
         *_norm_specs(config, prefix + "attn_post_norm", layer, config.post_norms),
         *_norm_specs(config, prefix + "mlp_norm", layer, config.pre_norms and not config.shared_norm),
         *(_expert_specs if index in config.routed_layers else _mlp_specs)(config, prefix, layer),
@@ -85,6 +86,7 @@ def _latent_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpe
 def _projection_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     d, head_dim = config.hidden, config.head_dim
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
+    heads |= {"g": config.n_heads} if config.attention_gate else {}
     specs = [ParamSpec(f"{prefix}w{part}", (n * head_dim, d), layer, 0, n) for part, n in heads.items()]
     if config.qkv_bias:
         specs += [ParamSpec(f"{prefix}b{part}", (n * head_dim,), layer, 0, n) for part, n in heads.items()]
@@ -93,6 +95,21 @@ def _projection_specs(config: ModelConfig, prefix: str, layer: int) -> list[Para
     elif config.qk_norm == "full":
         specs += [ParamSpec(f"{prefix}{p}_norm.weight", (heads[p] * head_dim,), layer, 0, heads[p]) for p in "qk"]
     return specs
+
+
+def _delta_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """Everything of a key head and of its value heads is on one rank; the norm of heads is replicated."""
+    assert config.delta is not None
+    d, n, delta = config.hidden, config.delta.key_heads, config.delta
+    rows = {"q": delta.keys, "k": delta.keys, "v": delta.values, "z": delta.values}
+    rows |= {"b": delta.value_heads, "a": delta.value_heads}
+    return [
+        *(ParamSpec(f"{prefix}delta.{part}", (size, d), layer, 0, n) for part, size in rows.items()),
+        *(ParamSpec(f"{prefix}delta.conv_{part}", (rows[part], 1, delta.kernel), layer, 0, n) for part in "qkv"),
+        *(ParamSpec(f"{prefix}delta.{part}", (delta.value_heads,), layer, 0, n) for part in ("a_log", "dt_bias")),
+        ParamSpec(prefix + "delta.norm", (delta.value_dim,), layer),
+        ParamSpec(prefix + "wo", (d, delta.values), layer, 1, n),
+    ]
 
 
 def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:

@@ -45,6 +45,8 @@ def check_quantization(config: ModelConfig) -> None:
     bits, group = config.lora.bits, config.lora.group_size
     if config.latent:
         raise ValueError(f"lora.quantization=int{bits} does not support the latent attention of {config.family} models")
+    if config.delta_layers:
+        raise ValueError(f"lora.quantization=int{bits} does not support the linear attention of {config.family} models")
     if config.n_experts:
         raise ValueError(f"lora.quantization=int{bits} does not support the routed experts of {config.family} models")
     if group < 2:

@@ -13,14 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.model_config import ModelConfig
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.attention.delta_mixer import DeltaMixer
 from realhf.models.attention.latent_attention import LatentProducts
+from realhf.models.attention.norm_weights import Norm, norm_heads, norm_projections, normalise
 from realhf.models.column_parallel import column_parallel
 from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
 from realhf.models.routed_mlps import RoutedMlps
 from realhf.ops.activations import activate
 from realhf.ops.moe import RoutingRule, add_loss, balance_loss, expert_loads, route, z_loss
-from realhf.ops.norms import rms_norm
 
 
 class PassAttention(Protocol):
@@ -32,28 +33,15 @@ class PassAttention(Protocol):
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
         """Map unrotated queries ``[T, H, d]`` and latents ``[T, kv_rank + rotary]`` to ``[T, H, value_dim]``."""
 
-
-@dataclass(frozen=True)
-class Norm:
-    """A layer norm or RMS norm over the last dimension; ``offset`` is added to the weight of an RMS norm."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    offset: float
-    is_layer_norm: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.is_layer_norm:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps, self.offset)
+    def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
+        """Map the products of a ``DeltaMixer`` to its outputs ``[T, Hv * dv]``."""
 
 
 @dataclass(frozen=True)
 class Attention:
     """Weights of attention; query, key and value are one matrix, or ``latent`` has the products that make them.
 
-    ``qkv_adapter`` and ``o_adapter`` are LoRA's.
+    With an output gate, its product is behind the value's. ``qkv_adapter`` and ``o_adapter`` are LoRA's.
     ``sinks`` ``[H]`` are scores of one more key per head, without a value.
     """
 
@@ -69,6 +57,17 @@ class Attention:
     o_adapter: LowRank | None = None
     sinks: Tensor | None = None
     latent: LatentProducts | None = None
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Weights of a block with the gated delta rule."""
+
+    norm: Norm | None
+    mixer: DeltaMixer
+    wo: Matrix
+    post_norm: Norm | None
+    o_adapter: LowRank | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Block:
-    attention: Attention
+    attention: Attention | LinearAttention
     mlp: Mlp | Experts
 
 
@@ -169,75 +168,57 @@ def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> t
     The losses, ``[2 + E]``: ``balance_loss``, ``z_loss`` and the number of tokens of every expert, are sums over local
     tokens; None without a router in training.
     """
-    after = _attention(block.attention, index, x, context)
+    if isinstance(block.attention, LinearAttention):
+        after = _linear_attention(block.attention, index, x, context)
+    else:
+        after = _attention(block.attention, index, x, context)
     mlp_input = x if context.config.parallel_residual else after
     if isinstance(block.mlp, Experts):
-        return _experts(block.mlp, index, after, _normalise(block.mlp.norm, mlp_input), context)
+        return _experts(block.mlp, index, after, normalise(block.mlp.norm, mlp_input), context)
     return _mlp(block.mlp, after, mlp_input, context), None
-
-
-def _normalise(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 def _attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
     if attention.latent is not None:
-        q, latents = attention.latent.project(_normalise(attention.norm, x), config, tp_region, context.dropout)
+        q, latents = attention.latent.project(normalise(attention.norm, x), config, tp_region, context.dropout)
         mixed = context.attend.of_latents(index, q, latents).flatten(1, 2)
         return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
 
     def project(x: Tensor) -> Tensor:
         assert attention.wqkv is not None
-        inner, adapter = _normalise(attention.norm, x), attention.qkv_adapter
+        inner, adapter = normalise(attention.norm, x), attention.qkv_adapter
         return column_parallel(tp_region, inner, attention.wqkv, attention.bqkv, adapter, context.dropout)
 
     qkv = context.product(project, x) if attention.norm is not None else project(x)
-    qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
+    qkv = qkv.unflatten(1, (-1, config.head_dim))
+    gates = None
+    if config.attention_gate:
+        qkv, gates = qkv.split((n_q + 2 * n_kv, n_q), 1)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
         if config.qk_norm == "head" or tp_region.group.size == 1:
-            q, k = (_norm_heads(*pair, context) for pair in ((attention.q_norm, q), (attention.k_norm, k)))
+            q, k = (norm_heads(*pair, tp_region) for pair in ((attention.q_norm, q), (attention.k_norm, k)))
         else:
-            q, k = _norm_projections(attention.q_norm, attention.k_norm, q, k, context)
+            norms = attention.q_norm, attention.k_norm
+            q, k = norm_projections(norms, q, k, config, tp_region, context.kv_holders)
         qkv = torch.cat((q, k, v), 1)
     mixed = context.attend(index, qkv).flatten(1, 2)
+    if gates is not None:
+        mixed = mixed * gates.flatten(1).sigmoid()
     return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
 
 
-def _norm_heads(norm: Norm, x: Tensor, context: ForwardContext) -> Tensor:
-    """Normalise each head of ``x`` ``[T, heads, d]``, or all of them together on a single rank (by the weight's size).
+def _linear_attention(attention: LinearAttention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+    region, mixer = context.tp_region, attention.mixer
 
-    The weight of a head is replicated, but each rank sees only its own heads: its gradient is summed over the group,
-    here or, with sequence parallelism, together with those of all replicated parameters.
-    """
-    weight = norm.weight if context.tp_region.sequence else context.tp_region.copy_to_tp(norm.weight)
-    return rms_norm(x.reshape(-1, len(weight)), weight, norm.eps, norm.offset).view(x.shape)
+    def project(x: Tensor) -> Tensor:
+        inner = normalise(attention.norm, x)
+        return column_parallel(region, inner, mixer.w_in, None, mixer.adapter, context.dropout)
 
-
-def _norm_projections(
-    q_norm: Norm, k_norm: Norm, q: Tensor, k: Tensor, context: ForwardContext
-) -> tuple[Tensor, Tensor]:
-    """Normalise queries and keys ``[T, heads, d]`` over the heads of all tensor-parallel ranks.
-
-    Sums of squares are all-reduced in both directions: outputs depend on all inputs. Repeated key heads count once.
-    """
-    region, config = context.tp_region, context.config
-    sums = torch.stack((_sum_of_squares(q), _sum_of_squares(k) / context.kv_holders), 1)
-    q_sum, k_sum = region.copy_to_tp(region.reduce_from_tp(sums)).unbind(1)
-    return (
-        _scaled(q_norm, q, q_sum / (config.n_heads * config.head_dim)),
-        _scaled(k_norm, k, k_sum / (config.n_kv_heads * config.head_dim)),
-    )
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    return x.float().square().sum((1, 2))
-
-
-def _scaled(norm: Norm, x: Tensor, mean_square: Tensor) -> Tensor:
-    scale = torch.rsqrt(mean_square + norm.eps)[:, None, None]
-    return (x.float() * scale * (norm.weight.float() + norm.offset).view(x.shape[1:])).to(x.dtype)
+    projected = context.product(project, x) if attention.norm is not None else project(x)
+    mixed = context.attend.of_delta(index, projected, region)
+    return _add_product(x, mixed, attention.wo, None, attention.post_norm, context, attention.o_adapter)
 
 
 def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Tensor:
@@ -245,7 +226,7 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
     config = context.config
 
     def expand(inner: Tensor) -> Tensor:
-        inner = _normalise(mlp.norm, inner)
+        inner = normalise(mlp.norm, inner)
         return column_parallel(context.tp_region, inner, mlp.up, mlp.b_up, mlp.up_adapter, context.dropout)
 
     def activated(wide: Tensor) -> Tensor:
@@ -330,4 +311,4 @@ def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None
     output = context.tp_region.reduce_from_tp(partial)
     if bias is not None:
         output = output + bias
-    return torch.add(x, _normalise(post_norm, output), alpha=context.config.residual_scale)
+    return torch.add(x, normalise(post_norm, output), alpha=context.config.residual_scale)

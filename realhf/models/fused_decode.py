@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
+from realhf.models.attention.norm_weights import Norm
 from realhf.models.attention.stage_rotary import StageRotary
-from realhf.models.blocks import Block, Mlp, Norm
+from realhf.models.blocks import Attention, Block, Mlp
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import LowRank
 from realhf.models.quantized_matrix import Matrix, QuantizedMatrix
@@ -79,7 +80,8 @@ def fuse_blocks(
     are not merged, since small ones would be rounded away. Tiles of quantized weights would need the memory that
     quantization saves.
     """
-    first = blocks[0].attention.wqkv
+    attention = blocks[0].attention
+    first = attention.wqkv if isinstance(attention, Attention) else None
     if first is None or isinstance(first, QuantizedMatrix) or not config.is_fusable:
         return None
     adapters = dict(_adapters(blocks))
@@ -98,7 +100,7 @@ def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
     """Yield the adapters and the indices of their weights, as ``_weights`` orders them."""
     for start, block in zip(count(0, N_WEIGHTS), blocks, strict=False):
         attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, Mlp), "``is_fusable`` checks this"
+        assert isinstance(mlp, Mlp) and isinstance(attention, Attention), "``is_fusable`` checks this"
         adapters = (attention.qkv_adapter, attention.o_adapter, mlp.up_adapter, mlp.down_adapter)
         for index, adapter in zip((2, 6, 11, 13), adapters, strict=True):
             if adapter is not None:
@@ -107,7 +109,8 @@ def _adapters(blocks: Sequence[Block]) -> Iterator[tuple[int, LowRank]]:
 
 def _weights(block: Block) -> list[Matrix | None]:
     attention, mlp = block.attention, block.mlp
-    assert isinstance(mlp, Mlp) and attention.norm is not None and mlp.norm is not None, "``is_fusable`` checks this"
+    assert isinstance(mlp, Mlp) and isinstance(attention, Attention)
+    assert attention.norm is not None and mlp.norm is not None, "``is_fusable`` checks this"
     q_norm, k_norm, attention_post_norm, mlp_post_norm = (
         None if norm is None else norm.weight
         for norm in (attention.q_norm, attention.k_norm, attention.post_norm, mlp.post_norm)

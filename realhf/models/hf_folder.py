@@ -24,7 +24,7 @@ from realhf.arch.hf_config import TEXT_PART
 from realhf.arch.param_specs import param_specs
 from realhf.base.seeds import stable_seed
 from realhf.models.flat_params import FlatParams
-from realhf.models.stored_formats import stored_format
+from realhf.models.stored_formats import SplitExperts, stored_format
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -36,6 +36,8 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
+DECAYS = 0.01, 16.0
+"""The range of the rates of decay of a new model's gated delta rule."""
 MAX_FILE_BYTES = 5e9
 HEADS = {"lm": ("lm_head.", "embed_out."), "scalar": ("score.",), "": ("classifier.", "v_head.")}
 
@@ -73,12 +75,14 @@ class _SafetensorsFolder(ExitStack):
 class _StoredTensors:
     """The tensors of an open folder, dequantised if its ``config.json`` says that they are quantized."""
 
-    def __init__(self, files: _SafetensorsFolder) -> None:
+    def __init__(self, files: _SafetensorsFolder, splits_experts: bool) -> None:
         self.path, file = files.path, files.path / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
         text_part = config.get(TEXT_PART)
         options = config.get("quantization_config") or (text_part or {}).get("quantization_config")
         self._format = stored_format(files, options)
+        if splits_experts:
+            self._format = SplitExperts(self._format)
         stored = self._format.names
         self._stored = {name: name for name in stored} if text_part is None else _text_names(stored)
         self.names = set(self._stored)
@@ -191,15 +195,16 @@ def load_hf(
     tied = config.tied_embedding and config.head == "lm"
     copy = hf_head(replace(config, tied_embedding=False)) if tied else None
     with _SafetensorsFolder(Path(folder)) as files:
-        source = _StoredTensors(files)
+        source = _StoredTensors(files, any(".experts.0.gate_proj." in name for name in shapes))
         names = _stored_names(source, set(shapes), family.base_prefix)
         needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
         heads = tuple(prefix for head, prefixes in HEADS.items() if head != config.head for prefix in prefixes)
-        extra = re.compile(rf"({re.escape(family.base_prefix)})?layers\.(\d+)\.")
+        extra = re.compile(rf"mtp\.|(?:{re.escape(family.base_prefix)})?layers\.(\d+)\.")
 
         def is_ignorable(name: str) -> bool:
-            is_extra = family.extra_layers and (found := extra.match(name)) and int(found[2]) >= config.n_layers
-            return bool(is_extra) or name == copy or name.startswith(heads) or name.endswith(family.ignored)
+            found = extra.match(name) if family.extra_layers else None
+            is_extra = found is not None and (found[1] is None or int(found[1]) >= config.n_layers)
+            return is_extra or name == copy or name.startswith(heads) or name.endswith(family.ignored)
 
         _check_names(source, names, needed, is_ignorable)
         for name in params.names:
@@ -254,8 +259,7 @@ def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
 def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
     spec, box = params.spec(name), params.box(name)
     if not spec.is_matrix:
-        neutral = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
-        params.write(name, box, torch.full((), neutral))
+        params.write(name, box, _initial_vector(config, name, spec.shape, seed)[relative(box, whole(spec.shape))])
         return
     if name.endswith(".lora_b"):
         return  # zero: the model starts as its base
@@ -265,6 +269,15 @@ def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: in
     else:
         full.normal_(0.0, config.init_std, generator=generator)
     params.write(name, box, full[relative(box, whole(spec.shape))])
+
+
+def _initial_vector(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return identity norms, zero biases, and decays of the gated delta rule as transformers initialises them."""
+    if name.endswith("delta.a_log"):
+        generator = torch.Generator().manual_seed(stable_seed(seed, name))
+        return torch.empty(shape).uniform_(*DECAYS, generator=generator).log_()
+    ones = 1.0 if name.endswith(("delta.norm", "delta.dt_bias")) else 0.0
+    return torch.full(shape, 1.0 - config.norm_offset if name.endswith("norm.weight") else ones)
 
 
 def save_hf(

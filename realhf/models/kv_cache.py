@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from realhf.models.attention.delta_mixer import DeltaCache
 from realhf.models.routing import ExpertCache
 from realhf.ops.rows import on_device
 
@@ -18,7 +19,7 @@ class KVCache:
     Both are slices of one tensor, so that one operation copies both. ``zeroed``: unwritten positions are zero, for
     kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
     attention that reads only the used length. ``experts``: those of the cached tokens, if they are recorded.
-    ``latent``: keys are also the values.
+    ``latent``: keys are also the values. ``delta``: the states of blocks without keys, behind all tokens of a slot.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class KVCache:
         by_token: bool = False,
         experts: ExpertCache | None = None,
         latent: bool = False,
+        delta: DeltaCache | None = None,
     ) -> None:
-        self.experts = experts
+        self.experts, self.delta = experts, delta
         new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
         self.both = new((1 if latent else 2, n_layers, n_slots, *inner, head_dim))
@@ -45,7 +47,11 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in one layer."""
-        return self.both.nbytes // (self.both.shape[1] * self.n_slots * self.max_len)
+        return self.both.nbytes // (max(1, self.both.shape[1]) * self.n_slots * self.max_len)
+
+    @property
+    def nbytes(self) -> int:
+        return self.both.nbytes + (self.delta.nbytes if self.delta is not None else 0)
 
     def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers.
@@ -70,12 +76,15 @@ class KVCache:
     def copy_slots(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         """Copy tokens ``start`` to ``stop`` of a slot to another slot, for each (source, target, start, stop).
 
+        States are copied as a whole: a source has no tokens from ``stop`` on.
+
         On a GPU copies that do not depend on each other are one copy by index, unless it is large.
         """
-        if self.experts is not None:
-            for run in _independent(moves):
-                if run:
-                    self.experts.copy(*on_device(_tokens_of(run), self.both.device))
+        for run in _independent(moves) if self.experts is not None or self.delta is not None else ():
+            if run and self.experts is not None:
+                self.experts.copy(*on_device(_tokens_of(run), self.both.device))
+            if run and self.delta is not None:
+                self.delta.copy(*on_device(torch.tensor(run)[:, :2].t().contiguous(), self.both.device))
         if not self.both.is_cuda:
             for src, dst, start, stop in moves:
                 # both layouts have two dimensions after the slot, of which one is the position
@@ -86,7 +95,7 @@ class KVCache:
             self._copy_by_index(run)
 
     def _copy_by_index(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
-        if not (n_tokens := sum(stop - start for *_, start, stop in moves)):
+        if not (n_tokens := sum(stop - start for *_, start, stop in moves)) or not self.both.numel():
             return
         flat = self.both.view(len(self.both) * self.both.shape[1], -1, self._width)
         per_copy = max(1, COPY_BYTES * self.n_slots * self.max_len // self.both.nbytes)

@@ -136,12 +136,8 @@ def linear(
 
 
 def stacked(
-    a: Tensor, bs: Sequence[Tensor | int], shares_a: bool, scaling: float, columns: Tensor | None = None
+    a: Tensor, bs: Sequence[Tensor | int], firsts: Sequence[int], scaling: float, columns: Tensor | None = None
 ) -> LowRank:
-    """Return the adapter of a product; the matrices B read consecutive columns, or all of them with ``shares_a``."""
-    start, placed = 0, list[tuple[Tensor | int, int]]()
-    for b in bs:
-        placed.append((b, start))
-        if isinstance(b, Tensor) and not shares_a:
-            start += b.shape[-1]
+    """Return the adapter of a product; matrix B ``i`` reads the columns of matrix A number ``firsts[i]``."""
+    placed = [(b, 0 if isinstance(b, int) else first * b.shape[-1]) for b, first in zip(bs, firsts, strict=True)]
     return LowRank(a, tuple(placed), scaling, columns)

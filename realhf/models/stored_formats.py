@@ -6,6 +6,7 @@ folder without quantization would store, so that nothing else knows of the forma
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -217,6 +218,49 @@ def _cut(values: Tensor, span: slice, per_integer: int) -> Tensor:
     """Cut the first dimension, which has whole integers, to a span."""
     start = span.start % per_integer
     return values[start : start + span.stop - span.start]
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """The experts of layers, stored as ``gate_up_proj`` ``[E, 2 * wide, D]`` and ``down_proj`` ``[E, D, wide]``.
+
+    They are read as the matrices of each expert, which most folders of the same families store.
+    """
+
+    stored: StoredFormat
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, int, int, int]]:
+        """The tensor of every matrix, its expert, its first row and its rows."""
+        parts: dict[str, tuple[str, int, int, int]] = {}
+        for name in self.stored.names:
+            layer, _, kind = name.rpartition(".mlp.experts.")
+            projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+            if layer and projections and len(shape := self.stored.shape(name)) == 3:
+                rows = shape[1] // len(projections)
+                for expert in range(shape[0]):
+                    for number, projection in enumerate(projections):
+                        own = f"{layer}.mlp.experts.{expert}.{projection}.weight"
+                        parts[own] = name, expert, number * rows, rows
+        return parts
+
+    @property
+    def names(self) -> set[str]:
+        return self.stored.names - {name for name, *_ in self._parts.values()} | set(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._parts:
+            return self.stored.shape(name)
+        stacked, _, _, rows = self._parts[name]
+        return rows, self.stored.shape(stacked)[2]
+
+    def read(self, name: str, box: Slices) -> Tensor:
+        if name not in self._parts:
+            return self.stored.read(name, box)
+        stacked, expert, first, _ = self._parts[name]
+        rows, columns = box
+        own = slice(first + rows.start, first + rows.stop)
+        return self.stored.read(stacked, (slice(expert, expert + 1), own, columns))[0]
 
 
 def stored_format(files: Files, options: Mapping[str, Any] | None) -> StoredFormat:

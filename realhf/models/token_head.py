@@ -7,10 +7,25 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from realhf.api.param_box import ParamSpec, shard_box
+from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.flat_params import FlatParams
 from realhf.ops.distributions import packed_distribution, packed_top_logprobs
-from realhf.ops.logprobs import VocabShard, packed_logprobs
+from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.rows import on_device
+
+
+def vocab_shard(vocab: int, base: FlatParams, tp: Group) -> VocabShard:
+    """Return the rows of the embedding or unembedding that a shard has."""
+    names = [name for name in ("embed.weight", "head.weight") if name in base.names]
+    if tp.size == 1 or not names:
+        return FULL_VOCAB
+    spec = ParamSpec("vocabulary", (vocab,), 0, 0, vocab)
+    spans = [shard_box(spec, tp.size, tp_rank)[0] for tp_rank in range(tp.size)]
+    widths = tuple(stop - start for start, stop in spans)
+    # by the box, not by the index in the group: groups order members by rank, a mesh may order them differently
+    return VocabShard(base.box(names[0])[0][0], widths, tp.all_reduce, tp.all_max)
 
 
 @dataclass(frozen=True)

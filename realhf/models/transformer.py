@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,40 +12,29 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.context_parallel import ContextRegion
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.attention.context_pass import ContextPass
+from realhf.models.attention.delta_mixer import delta_of, new_delta_cache
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
-from realhf.models.blocks import Block, Experts, ForwardContext, Norm, PassAttention, RouterLoss, Routing, run_block
-from realhf.models.bound_weights import BoundWeights
+from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
+from realhf.models.bound_weights import BoundWeights, StageWeights, count_heads
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
-from realhf.models.token_head import TokenHead
+from realhf.models.token_head import TokenHead, vocab_shard
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams
 from realhf.ops.cascade import SharedPrefixes
-from realhf.ops.logprobs import FULL_VOCAB, VocabShard
+from realhf.ops.delta.delta_rows import DeltaRows
 from realhf.ops.rows import RowLayout, on_device
 from realhf.ops.varlen import CachedRows, VarlenKernel
-
-
-@dataclass(frozen=True)
-class _Weights:
-    embed: Tensor | None
-    positions: Tensor | None
-    blocks: tuple[Block, ...]
-    final_norm: Norm | None
-    head: Tensor | None
-    fused: FusedBlocks | None
-
 
 SINGLE_RANK_GROUP = Group((0,), 0)
 
@@ -75,21 +64,21 @@ class Transformer:
         self.base = params if base is None else base
         self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.tp_overlap, self.expert_region = tp_overlap, expert_region
-        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in self.base.names]
+        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wo" in self.base.names]
         assert self.layers, "a stage has at least one layer"
         self._routers = StageRouters(config, self.layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
-        wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wq" if config.latent else "wk"))
-        self.n_q, self.n_kv = (box_shape(self.base.box(name))[0] // config.head_dim for name in (wq, wk))
-        self._kv_holders = self.base.n_holders(wk, tp.size)
+        self.n_q, self.n_kv, self._kv_holders = count_heads(config, self.base, self.layers, tp.size)
         self._head_name = next((name for some in (params, self.base) for name in some.names if name == "head.weight"),
                                "embed.weight")  # fmt: skip
-        self._vocab_shard = self._make_vocab_shard()
+        self._vocab_shard = vocab_shard(config.vocab, self.base, tp)
+        is_delta = [layer in config.delta_layers for layer in self.layers]
+        self._places = tuple(is_delta[:index].count(kind) for index, kind in enumerate(is_delta))
         self._score_rules = tuple(
             ScoreParams(config.attention_scale, config.sliding_window(i), config.attention_softcap) for i in self.layers
         )
         self.rotary = StageRotary(config, self.layers, self.device)
-        self._weights: _Weights | None = None
+        self._weights: StageWeights | None = None
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
@@ -135,11 +124,13 @@ class Transformer:
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
         is_latent = self.config.latent is not None
         heads = (1, self.config.cache_numel) if is_latent else (self.n_kv, self.config.head_dim)
-        sizes = (len(self.layers), *heads, n_slots, max_len)
+        n_attention = len(set(self.layers) & set(self.config.attention_layers))
+        sizes = (n_attention, *heads, n_slots, max_len)
         by_token = self._cache_kernel() is not None
         experts = self._routers.new_cache(n_slots, max_len, self.device) if records_experts else None
         zeroed = self.weights.fused is None and not by_token
-        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent)
+        delta = new_delta_cache(self.config, self.base, self.layers, n_slots)
+        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
@@ -148,29 +139,16 @@ class Transformer:
         rules = (rule.rule for rule in self._score_rules)
         return varlen.kernel_for(self.device, self.dtype, self.config.head_dim, rules, decoding=True)
 
-    def _bind(self) -> _Weights:
+    def _bind(self) -> StageWeights:
         bound = BoundWeights(self.config, self.params, self.base)
-        blocks = tuple(bound.block(f"layers.{i}.") for i in self.layers)
-        embed = bound.optional("embed.weight") if self.is_first else None
-        final_norm = bound.norm("final_norm")
-        head = bound.leaf(self._head_name) if self.is_last else None
-        is_whole = self.tp.size == 1 and (self.memory is None or self.memory.weights is None)
-        scoring = self._score_rules, self.rotary
-        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, *scoring) if is_whole else None
-        return _Weights(embed, bound.optional("embed.positions"), blocks, final_norm, head, fused)
-
-    def _make_vocab_shard(self) -> VocabShard:
-        names = [name for name in ("embed.weight", "head.weight") if name in self.base.names]
-        if self.tp.size == 1 or not names:
-            return FULL_VOCAB
-        spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
-        spans = [shard_box(spec, self.tp.size, tp_rank)[0] for tp_rank in range(self.tp.size)]
-        widths = tuple(stop - start for start, stop in spans)
-        # by the box, not by the index in the group: groups order members by rank, a mesh may order them differently
-        return VocabShard(self.base.box(names[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
+        weights = bound.stage(self.layers, self.is_first, self._head_name if self.is_last else "")
+        if self.tp.size > 1 or (self.memory is not None and self.memory.weights is not None):
+            return weights
+        rules, blocks = (self._score_rules, self.rotary), weights.blocks
+        return replace(weights, fused=fuse_blocks(self.config, self.n_q, blocks, weights.final_norm, *rules))
 
     @property
-    def weights(self) -> _Weights:
+    def weights(self) -> StageWeights:
         assert not (self.params.is_free or self.base.is_free), "parameters are used while their memory is released"
         if self._weights is None or self._bound_with_grad != self.params.has_grad:
             self._weights, self._bound_with_grad = self._bind(), self.params.has_grad
@@ -214,14 +192,17 @@ class Transformer:
             divided = ContextPass(self._attention(), layout, rotation, region, dropout)
             x = self._embed(region.local(tokens), positions, layout.longest) if x is None else x
             return self._run(x, len(positions), divided, router_loss, observe, routing, dropout)
-        rotation, indices = self.rotary.rotation(layout.positions, layout.longest, layout.rotation), None
+        rotation = self.rotary.rotation(layout.positions, layout.longest, layout.rotation)
+        indices = slot_of_row = None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)[layout.rows]
+            slot_of_row = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
+            slot_of = slot_of_row[layout.rows]
             indices = cache.indices(slot_of, layout.positions)
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
-        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout)
+        delta_rows = self._delta_rows(lengths, prefixes)
+        attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout, delta_rows, slot_of_row)
         with self._memory_of(EMBEDDING) if x is None else nullcontext():
             x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
@@ -244,6 +225,7 @@ class Transformer:
         """``decode`` can read a prefix from the slot of another row."""
         kernel = self._cache_kernel()
         can_read = self.weights.fused is not None or (kernel is not None and kernel.reads_spans)
+        can_read = can_read and not self.config.delta_layers  # the states of a row are its own
         return can_read and not any(rule.window for rule in self._score_rules)
 
     @property
@@ -291,14 +273,20 @@ class Transformer:
         slots = torch.full_like(positions, slot)
         rotation, indices = self.rotary.rotation(positions, stop), cache.indices(slots, positions)
         x = self._embed(tokens, positions, stop) if x is None else x
-        attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop)
+        delta_rows = self._delta_rows((len(tokens),), ())
+        attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop, delta_rows)
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
     def _memory_of(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.forward(layer)
 
     def _attention(self) -> StageAttention:
-        return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks)
+        return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks, self._places)
+
+    def _delta_rows(self, lengths: Sequence[int], prefixes: Sequence[int]) -> DeltaRows | None:
+        if not self.config.delta_layers:
+            return None
+        return DeltaRows(tuple(lengths), tuple(prefixes), delta_of(self.config).kernel, self.device)
 
     def _run(
         self,

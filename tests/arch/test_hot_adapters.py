@@ -35,8 +35,9 @@ def test_adapters_are_merged(changed: dict, merge_lora: bool, reason: str) -> No
 
 def test_every_family_is_decided() -> None:
     merged = {"gpt2", "gpt_neox", "olmo2", "olmo3", "gemma3_text", "phi3", "glm", "glm4", "granite", "cohere2",
-              "smollm3", "seed_oss", "ministral", "ministral3"}  # fmt: skip
-    routed = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2"}
+              "smollm3", "seed_oss", "ministral", "ministral3", "qwen3_5_text"}  # fmt: skip
+    routed = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2",
+              "qwen3_next", "qwen3_5_moe_text"}  # fmt: skip
     assert {*FAMILIES_WITH_ADAPTERS} == FAMILIES.keys() - merged - routed
 
 

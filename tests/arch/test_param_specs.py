@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.model_config import Latent, ModelConfig
+from realhf.api.model_config import GatedDelta, Latent, ModelConfig
 from realhf.api.param_box import box_numel, intersect, shard_box
 from realhf.arch.families import FAMILIES
 from realhf.arch.hf_config import read_hf_config
@@ -54,7 +54,16 @@ LATENT = replace(
     LLAMA, n_kv_heads=12, head_dim=10, rotary_dims=4, attention_scale=10**-0.5, latent=Latent(8, 6, 14), n_experts=6,
     experts_per_token=2, expert_intermediate=24, dense_layers=(0,), **SIGMOID,
 )  # fmt: skip
+HYBRID = replace(
+    LLAMA, norm_offset=1.0, qk_norm="head", rotary_dims=2, attention_gate=True, delta=GatedDelta(6, 12, 4, 5, 4),
+    delta_layers=(0, 2),
+)  # fmt: skip
+SHARED = {"n_experts": 6, "experts_per_token": 2, "expert_intermediate": 24, "shared_intermediate": 36,
+          "shared_gate": True}  # fmt: skip
 OTHERS = (
+    replace(HYBRID, family="qwen3_next", dense_layers=(0,), qkv_bias=True, proj_bias=True, **SHARED),
+    replace(HYBRID, family="qwen3_5_text"),
+    replace(HYBRID, family="qwen3_5_moe_text", **{**SHARED, "expert_intermediate": 60}),
     replace(LATENT, family="deepseek_v3"),
     replace(LATENT, family="kimi_k2", latent=Latent(8, 6), rotary_scaling=YARN,
             attention_scale=10**-0.5 * (1 + 0.1 * math.log(4.0)) ** 2),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.api.layout import ParallelStrategy
-from realhf.api.model_config import Lora, ModelConfig
+from realhf.api.model_config import GatedDelta, Lora, ModelConfig
 from realhf.api.param_box import box_numel, shard_box
 from realhf.arch.lora import base_specs
 from realhf.arch.quantization import (
@@ -18,6 +18,8 @@ from realhf.arch.quantization import (
 )
 from realhf.plan.compile.check import all_strategies, nearest_strategy, strategy_problems
 from tests.plan.search.planners import LLAMA
+
+HYBRID = replace(LLAMA, delta=GatedDelta(2, 2, 4, 4, 4), delta_layers=(0,))
 
 
 def quantized(bits: int = 8, group_size: int = 32, model: ModelConfig = LLAMA) -> ModelConfig:
@@ -55,6 +57,7 @@ def test_the_largest_product_is_that_of_gate_and_up() -> None:
     "config, problem",
     [
         (quantized(8, 48), "group_size=48 does not divide the 64 columns of .*; 32 does"),
+        (quantized(model=HYBRID), "int8 does not support the linear attention of llama models"),
         (quantized(4, 5), "group_size=5 is odd: int4 weights are stored in pairs"),
         (quantized(8, 1), "group_size=1: a scale for every weight saves no memory"),
         (quantized(8, 10_000), "group_size=10000 does not divide"),

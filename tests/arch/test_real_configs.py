@@ -27,6 +27,17 @@ GEMMA = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "
          "head_dim": 16, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "rope_theta": 10000.0}  # fmt: skip
 NEOX = {"hidden_act": "gelu", "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
         "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True}  # fmt: skip
+LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "initializer_range": 0.1}
+QWEN35 = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "eos_token_id": 7,
+    "full_attention_interval": 4, "head_dim": 16, "hidden_act": "silu",
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "num_hidden_layers": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 67,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                        "rope_theta": 10000000, "rope_type": "default"},
+}  # fmt: skip
 RELEASED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         **WIDE, "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
@@ -199,6 +210,25 @@ RELEASED: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 4, "num_key_value_heads": 4, "output_router_logits": False,
         "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
         "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+    },
+    "qwen3-next-80b-a3b": {
+        **WIDE, **ROUTED, **LINEAR, "model_type": "qwen3_next", "attention_dropout": 0.0, "bos_token_id": 5,
+        "decoder_sparse_step": 1, "eos_token_id": 7, "full_attention_interval": 4, "head_dim": 16, "hidden_act": "silu",
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "num_experts": 8, "num_hidden_layers": 5, "output_router_logits": False,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 24, "tie_word_embeddings": False,
+        "use_cache": True, "use_sliding_window": False,
+    },
+    "qwen3.5-27b": {
+        **WIDE, **LINEAR, **QWEN35, "model_type": "qwen3_5_text", "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "mlp_only_layers": [],
+    },
+    "qwen3.5-35b-a3b": {
+        **SMALL, **LINEAR, **QWEN35, "model_type": "qwen3_5_moe_text", "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4,
+        "num_key_value_heads": 2, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 24,
     },
     "deepseek-coder": {**WIDE, **OLD_MISTRAL, "model_type": "llama", "rope_theta": 100000,
                        "rope_scaling": {"type": "linear", "factor": 4.0}},

@@ -9,7 +9,7 @@ from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
 from tests.models.tiny_models import hf_model
 
-FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "qwen3_moe", "qwen3_5_text")
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ LAUNCHES_PER_LAYER = {
     "gpt2": (14, 10, 52, 42),
     "gemma2": (108, 128, 300, 348),
     "qwen3_moe": (67, 68, 238, 235),
+    "qwen3_5_text": (100, 100, 280, 280),
 }
 KERNELS_PER_DECODED_LAYER = {
     "llama": (29, 28), "qwen3": (45, 53), "gpt2": (17, 12), "gemma2": (52, 64), "qwen3_moe": (0, 71),
+    "qwen3_5_text": (80, 80),
 }  # fmt: skip
 """In a captured step, in float32 (0: not captured) and bfloat16, without the fused kernels of csrc."""
 WAITS = {"inference": 0, "training": 3}
@@ -51,7 +53,7 @@ def test_ceilings_of_a_pass(family: str, bf16: bool, folders: dict[str, Path], t
         assert layer[1:] == [waits, 0], "no waits and no copies in a layer"
         # finding the shared prompts of rows reads the tokens
         assert per_pass[1] <= WAITS[kind] + is_routed * ROUTER_WAITS[kind] + shares_prefixes
-        assert per_pass[2] <= PINNED_COPIES + 3 * shares_prefixes
+        assert per_pass[2] <= PINNED_COPIES + 3 * shares_prefixes + (family == "qwen3_5_text")  # of chunks
 
 
 @pytest.mark.parametrize("family", KERNELS_PER_DECODED_LAYER)

@@ -7,6 +7,8 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "i
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 67, "n_positions": 32}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
 EXPERTS = {"num_experts_per_tok": 2}
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+          "head_dim": 16, "initializer_range": 0.1}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "mistral": {}, "olmo2": {}, "gpt_neox": {}, "gpt2": {},
     "seed_oss": {}, "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 3.0,
@@ -29,6 +31,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_oss": {**EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 5},
     "mixtral": {**EXPERTS, "num_local_experts": 4},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
+    "qwen3_next": {**EXPERTS, **HYBRID, "num_experts": 4, "moe_intermediate_size": 16, "full_attention_interval": 2,
+                   "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**HYBRID, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {**EXPERTS, **HYBRID, "num_experts": 4, "moe_intermediate_size": 16,
+                         "layer_types": ["full_attention", "linear_attention"], "shared_expert_intermediate_size": 24},
 }  # fmt: skip
 ACTIVATIONS = (
     "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate",
@@ -62,6 +69,13 @@ OF_FEW_FAMILIES: dict[str, tuple[Any, ...]] = {
     "sliding_window_pattern": (1, 2, 3),
     "rope_local_base_freq": (100.0, 5e3),
     "use_cache": (True, False),
+    "linear_num_key_heads": (1, 3, 4),
+    "linear_num_value_heads": (2, 8, 5),
+    "linear_key_head_dim": (4, 12),
+    "linear_value_head_dim": (4, 16),
+    "linear_conv_kernel_dim": (2, 3, 1),
+    "full_attention_interval": (1, 2, 3, 0),
+    "attn_output_gate": (True, False),
 }
 """Values of fields that one or two families read."""
 
@@ -110,7 +124,8 @@ def rope(rng: random.Random) -> Any:
 def edits(rng: random.Random) -> dict[str, Any]:
     """Return a random value for every field that some family, version, or mixin of transformers reads."""
     layers = [rng.choice(("sliding_attention", "full_attention")) for _ in range(rng.choice((2, 2, 2, 1)))]
-    layers = rng.choice((layers, layers, ["full_attention"] * 2, ["sliding_attention"] * 2, ["chunked_attention"] * 2))
+    layers = rng.choice((layers, layers, ["full_attention"] * 2, ["sliding_attention"] * 2, ["chunked_attention"] * 2,
+                         ["linear_attention", "full_attention"], ["linear_attention"] * 2))  # fmt: skip
     choices: dict[str, tuple[Any, ...]] = {
         "rope_scaling": tuple(rope(rng) for _ in range(3)),
         "rope_parameters": tuple(rope(rng) for _ in range(3)),

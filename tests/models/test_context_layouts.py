@@ -8,11 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from realhf.api.layout import ParallelStrategy
+from realhf.arch.hf_config import read_hf_config
+from realhf.plan.compile.check import strategy_problems
 from tests.models.sharding import CONTEXT_LAYOUTS, LENGTHS, InitialModel, Results, collect
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-ACTORS = (*ONE_OF_EACH, "llama_tied")
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # refused
+ACTORS = (*(name for name in ONE_OF_EACH if name not in HYBRID), "llama_tied")
 MODELS = (*ACTORS, "llama critic", "qwen3_moe critic", "gemma2 critic")
 LAYOUTS = ("whole", *CONTEXT_LAYOUTS)
 
@@ -32,6 +36,15 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     for some in (MODELS[:12], MODELS[12:24], MODELS[24:]):
         collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
     return collected
+
+
+@pytest.mark.parametrize("model", HYBRID)
+def test_linear_attention_is_refused(model: str, tmp_path: Path) -> None:
+    hf_model(model).save_pretrained(tmp_path)
+    config = read_hf_config(tmp_path, False)
+    assert strategy_problems(config, ParallelStrategy.parse("c2")) == [
+        "its linear attention needs whole rows on a rank, which c divides"
+    ]
 
 
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS)

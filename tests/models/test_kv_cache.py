@@ -2,7 +2,14 @@
 
 import torch
 
+from realhf.api.model_config import GatedDelta, ModelConfig
+from realhf.models.attention.delta_mixer import DeltaCache
 from realhf.models.kv_cache import KVCache
+from realhf.models.transformer import Transformer
+from realhf.plan.cost.speed import StageShard
+from tests.models.tiny_models import whole_params
+
+DELTA = GatedDelta(2, 4, 3, 5, 4)
 
 
 def cache() -> KVCache:
@@ -11,6 +18,26 @@ def cache() -> KVCache:
     kv.k.normal_()
     kv.v.normal_()
     return kv
+
+
+def test_states_are_copied_as_a_whole() -> None:
+    kv = KVCache(1, 1, 4, 4, 6, torch.empty(0), zeroed=True, delta=DeltaCache(DELTA, 2, 4, torch.empty(0)))
+    assert kv.delta is not None
+    for store in (kv.delta.tails, kv.delta.states):
+        store.normal_()
+    tails, states = kv.delta.tails.clone(), kv.delta.states.clone()
+    kv.copy_slots([(1, 0, 2, 4), (3, 1, 0, 1), (0, 2, 0, 4)])  # the second one replaces the source of the first one
+    for now, before in ((kv.delta.tails, tails), (kv.delta.states, states)):
+        assert torch.equal(now, before[:, [1, 3, 1, 3]])
+
+
+def test_the_planned_bytes_are_those_of_the_cache() -> None:
+    config = ModelConfig("qwen3_5_text", 4, 32, 4, 2, 8, 48, 37, 64, attention_gate=True, delta=DELTA,
+                         delta_layers=(0, 1, 2), qk_norm="head", norm_offset=1.0)  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = Transformer(config, whole_params(config, dtype)).new_cache(3, 16)
+        shard = StageShard(config, 1, 4, True, True, bf16=dtype == torch.bfloat16)
+        assert cache.nbytes == 3 * (16 * shard.kv_numel * dtype.itemsize + shard.slot_bytes)
 
 
 def test_tokens_are_written_to_their_slot_and_position() -> None:

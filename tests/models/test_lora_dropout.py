@@ -126,7 +126,7 @@ def test_training_equals_peft_with_the_same_masks(name: str, tmp_path: Path) -> 
             assert torch.allclose(mine[key.replace(".default", "")], parameter.grad, atol=1e-5, rtol=1e-5), key
 
 
-FIRST = {"wk": "wq", "wv": "wq", "up": "gate"}
+FIRST = {"z": "q", "b": "q", "a": "q", "wk": "wq", "wv": "wq", "up": "gate"}
 """Products of several weights have one mask, named after the first weight."""
 
 

@@ -1,5 +1,6 @@
 """LoRA against the library peft: forward passes, gradients, decoding, folders in both directions."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -279,9 +280,10 @@ def test_a_product_of_several_matrices(parts: list[tuple[int, bool]], rank: int,
     pairs = iter(zip(as_, bs, strict=True))
     expected = torch.cat([(lambda a, b: b @ a)(*next(pairs)) if has else torch.zeros(rows, 7) for rows, has in parts])
     rest = iter(bs)
-    adapter = stacked(
-        as_[0] if shares_a else torch.cat(as_), [next(rest) if has else rows for rows, has in parts], shares_a, 0.5
-    )
+    numbers = itertools.count()
+    firsts = [next(numbers) if has and not shares_a else 0 for _, has in parts]
+    matrices = [next(rest) if has else rows for rows, has in parts]
+    adapter = stacked(as_[0] if shares_a else torch.cat(as_), matrices, firsts, 0.5)
     x, y = random(3, 7), random(3, sum(rows for rows, _ in parts))
     assert torch.allclose(adapter.add_to(y, x), y + 0.5 * x @ expected.t())
     assert torch.allclose(adapter.merged(torch.zeros_like(expected)), 0.5 * expected.to(expected.dtype), atol=1e-6)

@@ -1,19 +1,26 @@
 """What autograd saves for the backward pass with and without recomputation, against the planner's estimate."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from realhf.api.config import Recompute
+from realhf.api.model_config import GatedDelta, ModelConfig
 from realhf.models.engine.native import NativeEngine
+from realhf.models.hf_folder import init_random
+from realhf.models.transformer import Transformer
 from realhf.plan.machines.roofline import recomputed_numel, saved_activation_numel
 from tests.models.engine.tiny_engine import engine_on, rows_of
-from tests.models.tiny_models import hf_model
+from tests.models.tiny_models import hf_model, whole_params
 
 LENGTHS = (9, 7, 12)
+HYBRID = ModelConfig("qwen3_5_text", 1, 32, 4, 2, 8, 48, 37, 4096, norm_offset=1.0, qk_norm="head", attention_gate=True)
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "olmo2", "gpt_neox")
 
 
@@ -27,20 +34,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def saved_numel(engine: NativeEngine) -> int:
-    """Return the elements of activations that a forward pass saves."""
-    weights = engine.params.data.untyped_storage().data_ptr()
-    batch, storages = rows_of(LENGTHS), dict[int, int]()
-    kept: list[Any] = []
+    """Return the elements of float32 activations that a forward pass saves."""
+    batch = rows_of(LENGTHS)
+    return saved_bytes(engine.model, batch["tokens"], batch.lengths("tokens")) // 4
+
+
+def saved_bytes(model: Transformer, tokens: Tensor, lengths: Sequence[int]) -> int:
+    """Return the bytes of activations that a forward pass saves."""
+    weights = model.params.data.untyped_storage().data_ptr()
+    storages, kept = dict[int, int](), list[Any]()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if tensor.is_floating_point() and storage.data_ptr() != weights:
-            storages[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+            storages[storage.data_ptr()] = storage.nbytes()
             kept.append(storage)  # its address is not used again
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = engine.model.hidden(batch["tokens"], batch.lengths("tokens"))
+        hidden = model.hidden(tokens, lengths)
     assert hidden.requires_grad
     return sum(storages.values())
 
@@ -59,6 +71,23 @@ def test_selective_recomputation_saves_fewer_activations(family: str, folders: d
         expected = config.intermediate
     assert per_token == pytest.approx(expected, rel=0.05)  # norms save a mean and a scale, too
     assert full < selective < none < 1.5 * saved_activation_numel(config, 1, False) * sum(LENGTHS) * config.n_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "delta", [GatedDelta(2, 4, 16, 16, 4), GatedDelta(4, 4, 32, 16, 4), GatedDelta(2, 8, 16, 64, 4)]
+)
+def test_activations_of_the_gated_delta_rule(delta: GatedDelta, dtype: torch.dtype) -> None:
+    """Bytes per token of a block that rows of whole chunks save, as planned."""
+    found = []
+    for n_layers in (1, 2):
+        config = replace(HYBRID, n_layers=n_layers, delta=delta, delta_layers=tuple(range(n_layers)))
+        params = whole_params(config, dtype)
+        init_random(config, params, 0)
+        params.enable_grad()
+        found.append(saved_bytes(Transformer(config, params), torch.zeros(512, dtype=torch.int64), (128, 256, 128)))
+    planned = saved_activation_numel(config, 1, False, itemsize=dtype.itemsize) * dtype.itemsize
+    assert found[1] - found[0] == pytest.approx(512 * planned, rel=0.07)
 
 
 def test_products_are_not_computed_again(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,3 +218,15 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_file({**tensors}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"tensor '{name}' has the type F8_E4M3"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_moe"])
+def test_stacked_experts_are_those_of_a_folder_with_one_matrix_each(name: str, tmp_path: Path) -> None:
+    model = hf_model(name)
+    model.save_pretrained(tmp_path / "split")
+    model.config.save_pretrained(tmp_path / "stacked")
+    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in tensors)
+    save_file(tensors, tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+    split, stacked = (load_model(tmp_path / folder) for folder in ("split", "stacked"))
+    assert torch.equal(split.params.data, stacked.params.data)

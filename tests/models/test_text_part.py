@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Config, Mistral3Config
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Config, Mistral3Config, Qwen3_5Config
 
 from realhf.arch.hf_config import read_hf_config
 from realhf.models.hf_folder import load_hf, save_hf
@@ -23,13 +23,19 @@ def multimodal(kind: str) -> torch.nn.Module:
         text = {"model_type": "gemma3_text", **SIZES, **OTHERS["gemma3_text"]}
         config: object = Gemma3Config(text_config=text, vision_config={"model_type": "siglip_vision_model", **VISION},
                                       mm_tokens_per_image=4)  # fmt: skip
+    elif kind == "qwen3_5":
+        text = {"model_type": "qwen3_5_text", **SIZES, **OTHERS["qwen3_5_text"]}
+        text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+        vision = {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+        config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=60, video_token_id=61,
+                               vision_start_token_id=62, vision_end_token_id=63)  # fmt: skip
     else:
         text = {"model_type": "ministral3", **SIZES, **OTHERS["ministral3"]}
         config = Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **VISION})
     return AutoModelForImageTextToText.from_config(config).eval()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5"])
 def test_the_text_part_equals_that_of_transformers(kind: str, tmp_path: Path) -> None:
     reference = multimodal(kind)
     reference.save_pretrained(tmp_path / "in")

@@ -139,7 +139,7 @@ def test_the_balance_loss_of_one_row_and_layer_equals_transformers() -> None:
     assert torch.allclose(ours / len(row), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "qwen3_next"])
 def test_recomputed_activations_give_the_same_gradient(name: str, tmp_path: Path) -> None:
     ours = both_models(name, tmp_path)[1]
     saving = Transformer(ours.config, ours.params, recompute=Recompute.full)

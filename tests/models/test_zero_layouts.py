@@ -25,7 +25,7 @@ from tests.models.sharding import LENGTHS, TEMPERATURE, batch_of, likelihood, re
 from tests.models.tiny_models import hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-MODELS = ("llama", "qwen3", "llama_tied", "gpt2", "gemma2", "qwen3_moe", "llama critic")
+MODELS = ("llama", "qwen3", "llama_tied", "gpt2", "gemma2", "qwen3_moe", "qwen3_next", "llama critic")
 STEPS = 3
 # a large epsilon makes steps smooth in the gradient; clipping, since the norm is above 0.5
 ADAM = {"lr": 0.02, "eps": 1e-2, "gradient_clipping": 0.5, "lr_scheduler_type": LRSchedule.constant}

@@ -36,9 +36,8 @@ def vllm_problems(
     problems = []
     for name in served:
         model = models.get(graph[name].role or "")
-        if model is not None and model.family in NOT_RELOADED:
-            problems.append(f"{name}.backend=vllm: vLLM does not replace the weights of {model.family} models; "
-                            f"set {name}.backend=native")  # fmt: skip
+        if model is not None and (reason := unserved_reason(model)):
+            problems.append(f"{name}.backend=vllm: {reason}; set {name}.backend=native")
     python = config.vllm.python or sys.executable
     truncates = sampling and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0)
     if sampling and truncates and sampling.temperature not in (0.0, 1.0):
@@ -48,6 +47,15 @@ def vllm_problems(
         problems.append(f"backend=vllm: {python} cannot import vllm ({error}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm creates one)")  # fmt: skip
     return problems
+
+
+def unserved_reason(model: ModelConfig) -> str | None:
+    """Return why vLLM cannot generate with a model; None if it can."""
+    if model.family in NOT_RELOADED:
+        return f"vLLM does not replace the weights of {model.family} models"
+    if model.delta_layers:
+        return f"{model.family} models have recurrent states, which are not supported with vLLM"
+    return None
 
 
 def resolve_dtypes(options: Any, bf16: bool) -> None:

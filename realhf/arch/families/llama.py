@@ -99,27 +99,35 @@ def hf_tensors(
     shared: str = "shared_experts",
     attention: Mapping[str, str] = ATTENTION_NAMES,
     own: HfTensors | None = None,
+    mixer: Callable[[int], HfTensors] | None = None,
 ) -> HfTensors:
     """Return a model's tensors; ``experts`` names gate, up and down of each expert in the module ``routed_mlp``.
 
-    ``shared`` names the module of shared experts in it. ``own`` are tensors of a block that are stored in another way.
+    ``shared`` names the module of shared experts in it. ``own`` are tensors of a block that are stored in another way,
+    ``mixer`` those of the attention of a layer, or of what it has instead.
     """
-    names = {
-        **norms,
+    names = {**norms, **({} if mixer else attention_names(config, attention))}
+
+    def block(layer: int) -> HfTensors:
+        return mlp(layer) | (own or {}) | (mixer(layer) if mixer else {})
+
+    def mlp(layer: int) -> HfTensors:
+        if layer not in config.routed_layers:
+            names_of_mlp = MLP_NAMES | (MLP_BIAS_NAMES if config.mlp_bias else {})
+            return base.whole_tensors(names | names_of_mlp)
+        stacks = base.stacked_experts(f"{routed_mlp}.experts.", *experts, config) if routed_mlp else {}
+        return stacks | base.whole_tensors(names | _routed_names(config, routed_mlp, shared))
+
+    return base.model_tensors(config, OUTER_NAMES, "lm_head.weight", "model.layers.", block)
+
+
+def attention_names(config: ModelConfig, attention: Mapping[str, str] = ATTENTION_NAMES) -> dict[str, str]:
+    return {
         **attention,
         **(QKV_BIAS_NAMES if config.qkv_bias and attention else {}),
         **(PROJ_BIAS_NAMES if config.proj_bias else {}),
         **(QK_NORM_NAMES if config.qk_norm != "none" else {}),
     }
-
-    def block(layer: int) -> HfTensors:
-        if layer not in config.routed_layers:
-            names_of_mlp = MLP_NAMES | (MLP_BIAS_NAMES if config.mlp_bias else {})
-            return base.whole_tensors(names | names_of_mlp) | (own or {})
-        stacks = base.stacked_experts(f"{routed_mlp}.experts.", *experts, config) if routed_mlp else {}
-        return stacks | base.whole_tensors(names | _routed_names(config, routed_mlp, shared)) | (own or {})
-
-    return base.model_tensors(config, OUTER_NAMES, "lm_head.weight", "model.layers.", block)
 
 
 def _routed_names(config: ModelConfig, module: str, shared: str) -> dict[str, str]:

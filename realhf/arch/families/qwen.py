@@ -52,7 +52,7 @@ def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.config_to_hf(config, attention_bias=config.qkv_bias, **_sliding_windows_to_hf(config))
 
 
-def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     n_layers, step = fields.whole_number(hf, "num_hidden_layers"), fields.whole_number(hf, "decoder_sparse_step", 1)
     dense = {*fields.token_ids(hf, "mlp_only_layers"), *(i for i in range(n_layers) if (i + 1) % step)}
     return tuple(sorted(i for i in dense if 0 <= i < n_layers))
@@ -69,7 +69,7 @@ def _qwen2_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         "expert_intermediate": fields.whole_number(hf, "moe_intermediate_size", 1408),
         "shared_intermediate": fields.whole_number(hf, "shared_expert_intermediate_size", 5632),
         "shared_gate": True,
-        "dense_layers": _dense_layers(hf),
+        "dense_layers": dense_layers(hf),
         "renormalise_experts": fields.flag(hf, "norm_topk_prob"),
         "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
     }
@@ -78,10 +78,10 @@ def _qwen2_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 def _qwen2_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
     own = {"qkv_bias": config.qkv_bias, "shared_expert_intermediate_size": config.shared_intermediate}
-    return llama.config_to_hf(config) | _routed_to_hf(config) | own
+    return llama.config_to_hf(config) | routed_to_hf(config) | own
 
 
-def _routed_to_hf(config: ModelConfig) -> dict[str, Any]:
+def routed_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         "num_experts": config.n_experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -103,7 +103,7 @@ def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         "n_experts": mistral.n_experts(hf, 128),
         "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 8),
         "expert_intermediate": fields.whole_number(hf, "moe_intermediate_size", 768),
-        "dense_layers": _dense_layers(hf),
+        "dense_layers": dense_layers(hf),
         "renormalise_experts": fields.flag(hf, "norm_topk_prob"),
         "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
         **llama.attention_bias(hf),
@@ -116,7 +116,7 @@ def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
         **base.sliding_window_to_hf(config),
         "use_sliding_window": bool(config.sliding_windows),
         "attention_bias": config.qkv_bias,
-        **_routed_to_hf(config),
+        **routed_to_hf(config),
     }
 
 

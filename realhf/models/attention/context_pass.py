@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from realhf.comm.context_parallel import ContextRegion
+from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.attention.context_attention import RowPart, attend_to_rows
 from realhf.models.attention.pass_attention import StageAttention
 from realhf.models.attention.stage_rotary import Rotation
@@ -48,6 +49,9 @@ class ContextPass:
     def _attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.region.copy_to_tp(torch.stack((k, v), 1)).unbind(1)
         return attend_to_rows(q, k, v, self.parts, self.stage.rules[block], self.stage.sinks(block))
+
+    def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
+        raise NotImplementedError("the state of a row is not divided; ``strategy_problems`` refuses it")
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
         config = self.stage.config

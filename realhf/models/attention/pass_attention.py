@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
+from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.models.attention.delta_mixer import DeltaCache, DeltaMixer
 from realhf.models.attention.latent_attention import LatentProducts
 from realhf.models.attention.stage_rotary import Rotation
-from realhf.models.blocks import Block
+from realhf.models.blocks import Attention, Block, LinearAttention
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
+from realhf.ops.delta.delta_rows import DeltaRows
 from realhf.ops.rows import RowLayout
 from realhf.ops.varlen import CachedRows
 
@@ -26,14 +29,40 @@ class StageAttention:
     n_kv: int
     rules: tuple[ScoreParams, ...]
     blocks: tuple[Block, ...]
+    places: tuple[int, ...]
+    """The place of every block in its cache, among the blocks with attention or those with the gated delta rule."""
 
     def sinks(self, block: int) -> Tensor | None:
-        return self.blocks[block].attention.sinks
+        return self._weights(block).sinks
 
     def latent(self, block: int) -> LatentProducts:
-        found = self.blocks[block].attention.latent
+        found = self._weights(block).latent
         assert found is not None, "the model has no latent attention"
         return found
+
+    def _weights(self, block: int) -> Attention:
+        found = self.blocks[block].attention
+        assert isinstance(found, Attention)
+        return found
+
+    def mixer(self, block: int) -> DeltaMixer:
+        found = self.blocks[block].attention
+        assert isinstance(found, LinearAttention)
+        return found.mixer
+
+    def mix_from(
+        self, block: int, projected: Tensor, region: TensorParallelRegion, rows: DeltaRows, cache: DeltaCache,
+        slots: Tensor, is_new: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return a ``DeltaMixer``'s outputs of rows that continue what their slots store, or replace it."""
+        place, mixer = self.places[block], self.mixer(block)
+        before = cache.read(place, slots)
+        if is_new:
+            before = before[0].zero_(), before[1].zero_()
+        mixed, behind = mixer.mix(projected, self.config, region, rows, before)
+        assert behind is not None
+        cache.write(place, slots, behind)
+        return mixed
 
     def rotated(self, block: int, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, of ``qkv`` ``[T, n_q + 2 * n_kv, d]``."""
@@ -46,7 +75,7 @@ class StageAttention:
         inner, rotary = latents.unsqueeze(1).split(
             (latents.shape[1] - self.config.rotary_dims, self.config.rotary_dims), 2
         )
-        cache.write(block, indices, torch.cat((inner, rotation(block, rotary)), 2))
+        cache.write(self.places[block], indices, torch.cat((inner, rotation(block, rotary)), 2))
 
 
 @dataclass(frozen=True)
@@ -59,12 +88,14 @@ class PackedPass:
     cache: KVCache | None
     indices: Tensor | None
     dropout: Dropout | None
+    delta_rows: DeltaRows | None = None
+    slots: Tensor | None = None
 
     def __call__(self, block: int, qkv: Tensor) -> Tensor:
         n_q, n_kv = self.stage.n_q, self.stage.n_kv
         if self.cache is not None and self.indices is not None:
             _, k, v = qkv.split((n_q, n_kv, n_kv), 1)
-            self.cache.write(block, self.indices, self.rotation(block, k), v)
+            self.cache.write(self.stage.places[block], self.indices, self.rotation(block, k), v)
         return self._attend(block, self.rotation.grow(qkv, n_q))
 
     def _attend(self, block: int, qkv: Tensor) -> Tensor:
@@ -80,6 +111,13 @@ class PackedPass:
         config = self.stage.config
         qkv = self.stage.latent(block).expand(q, latents, config, self.dropout)
         return self._attend(block, qkv)[..., : config.value_dim]
+
+    def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
+        rows, cache = self.delta_rows, None if self.cache is None else self.cache.delta
+        assert rows is not None
+        if cache is None or self.slots is None:
+            return self.stage.mixer(block).mix(projected, self.stage.config, region, rows)[0]
+        return self.stage.mix_from(block, projected, region, rows, cache, self.slots, is_new=True)
 
 
 class DecodePass:
@@ -108,10 +146,11 @@ class DecodePass:
 
     def __call__(self, block: int, qkv: Tensor) -> Tensor:
         q, k, v = self._stage.rotated(block, qkv, self._rotation)
-        self._cache.write(block, self._indices, k, v)
+        place = self._stage.places[block]
+        self._cache.write(place, self._indices, k, v)
         if self._rows is None:
             return self._attend(block, q)
-        rule, keys, values = self._stage.rules[block], self._cache.k[block], self._cache.v[block]
+        rule, keys, values = self._stage.rules[block], self._cache.k[place], self._cache.v[place]
         scale = rule.scale_for(self._stage.config.head_dim)
         if isinstance(self._prefixes, SharedPrefixes):
             used, kernel = self._rows.used, self._rows.kernel
@@ -119,8 +158,8 @@ class DecodePass:
         return self._rows.attend(q, keys, values, self._longest, scale, rule.rule)
 
     def _attend(self, block: int, q: Tensor) -> Tensor:
-        rule = self._stage.rules[block]
-        keys, values = self._cache.k[block, : self._count], self._cache.v[block, : self._count]
+        rule, place = self._stage.rules[block], self._stage.places[block]
+        keys, values = self._cache.k[place, : self._count], self._cache.v[place, : self._count]
         return decode_attention(q, keys, values, self._biases[rule.window], rule, self._stage.sinks(block))
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
@@ -128,6 +167,12 @@ class DecodePass:
         products, config = self._stage.latent(block), self._stage.config
         mixed = self._attend(block, products.absorb(self._rotation(block, q), config))
         return products.release(mixed, config)
+
+    def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
+        place, cache, count = self._stage.places[block], self._cache.delta, self._count
+        assert cache is not None
+        tails, states = cache.tails[place, :count], cache.states[place, :count]
+        return self._stage.mixer(block).step(projected, self._stage.config, region, tails, states)
 
 
 @dataclass(frozen=True)
@@ -140,17 +185,23 @@ class ExtendPass:
     indices: Tensor
     slot: int
     stop: int
+    delta_rows: DeltaRows | None = None
 
     def __call__(self, block: int, qkv: Tensor) -> Tensor:
         q, k, v = self.stage.rotated(block, qkv, self.rotation)
-        self.cache.write(block, self.indices, k, v)
+        self.cache.write(self.stage.places[block], self.indices, k, v)
         return self._attend(block, q)
 
     def _attend(self, block: int, q: Tensor) -> Tensor:
-        keys, values = self.cache.first(block, self.slot, self.stop)
+        keys, values = self.cache.first(self.stage.places[block], self.slot, self.stop)
         return attend_to_prefix(q, keys, values, self.stage.rules[block], self.stage.sinks(block))
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
         self.stage.store_latents(block, latents, self.rotation, self.cache, self.indices)
         products, config = self.stage.latent(block), self.stage.config
         return products.release(self._attend(block, products.absorb(self.rotation(block, q), config)), config)
+
+    def of_delta(self, block: int, projected: Tensor, region: TensorParallelRegion) -> Tensor:
+        assert self.delta_rows is not None and self.cache.delta is not None
+        slots = torch.full((1,), self.slot, device=projected.device)
+        return self.stage.mix_from(block, projected, region, self.delta_rows, self.cache.delta, slots, is_new=False)

@@ -70,6 +70,10 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
         problems.append(f"{config.n_heads} heads ({kv} KV heads) are not divisible by tensor-parallel size {tp}")
     elif tp > smallest_dim:
         problems.append(f"a dimension of {smallest_dim} is smaller than tensor-parallel size {tp}")
+    if config.delta_layers and config.delta is not None and config.delta.key_heads % tp:
+        problems.append(f"{config.delta.key_heads} linear key heads are not divisible by tensor-parallel size {tp}")
+    if config.delta_layers and strategy.context:
+        problems.append("its linear attention needs whole rows on a rank, which c divides")
     if strategy.pp > config.n_layers:
         problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages")
     if ep > max(count, 1):

@@ -261,11 +261,11 @@ class MemoryModel:
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_first_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
-        cache = max(shard.kv_numel for shard in shards)
+        cache = max(shard.kv_numel * longest * size + shard.slot_bytes for shard in shards)
         n_cached = slots + min(self.max_episodes, max_rows)
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
         logits = 8.0 * slots * config.vocab  # logits and the sampler's copy
-        return Bytes(activations=work, kv_cache=float(cache * n_cached * longest * size), buffers=logits)
+        return Bytes(activations=work, kv_cache=float(cache * n_cached), buffers=logits)
 
 
 def pipelined_bytes(footprint: Footprint, shards: Sequence[StageShard], work: Work) -> list[float]:

@@ -98,10 +98,19 @@ class StageShard:
 
     @property
     def kv_numel(self) -> int:
-        """Key/value cache elements per token on this worker."""
+        """Key/value cache elements per token on this worker; of a stage with the model's mix of blocks."""
+        n_blocks = -(-self.n_blocks * len(self.model.attention_layers) // self.model.n_layers)
         if self.model.latent:
-            return self.n_blocks * self.model.cache_numel
-        return 2 * self.n_blocks * max(1, self.model.n_kv_heads // self.tp) * self.model.head_dim
+            return n_blocks * self.model.cache_numel
+        return 2 * n_blocks * max(1, self.model.n_kv_heads // self.tp) * self.model.head_dim
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a row on this worker that do not depend on its length: states and last inputs of convolutions."""
+        if self.model.delta is None:
+            return 0
+        n_blocks = -(-self.n_blocks * len(self.model.delta_layers) // self.model.n_layers)
+        return n_blocks * self.model.delta.slot_bytes(self.itemsize) // self.tp
 
     @property
     def is_fused(self) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from realhf.api.machine import Hardware
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import routed_share, touched_experts
+from realhf.plan.machines.delta_rule import delta_share
 
 
 class Product(NamedTuple):
@@ -58,13 +59,17 @@ def block_products(config: ModelConfig, tp: int, tokens: int, ep: int = 1) -> tu
     """
     hidden, gates = config.hidden, 2 if config.mlp == "gated" else 1
     queries, keys = config.n_heads * config.head_dim / tp, max(1.0, config.n_kv_heads / tp) * config.head_dim
-    routed = routed_share(config)
+    routed, linear = routed_share(config), delta_share(config)
     products = [
-        (1.0, Product(tokens, queries + 2 * keys, hidden)),
-        (1.0, Product(tokens, hidden, queries)),
+        (1 - linear, Product(tokens, queries * (2 if config.attention_gate else 1) + 2 * keys, hidden)),
+        (1 - linear, Product(tokens, hidden, queries)),
         (1 - routed, Product(tokens, gates * config.intermediate / tp, hidden)),
         (1 - routed, Product(tokens, hidden, config.intermediate / tp)),
     ]
+    if config.delta is not None:
+        wide = config.delta.values / tp
+        inner = 2 * (config.delta.keys + config.delta.value_heads) / tp + 2 * wide
+        products += [(linear, Product(tokens, inner, hidden)), (linear, Product(tokens, hidden, wide))]
     if routed:
         n, wide, tokens_in = (
             config.n_experts / ep,

@@ -228,6 +228,14 @@ def operation_of(name: str) -> str:
     return first if first == "interface" or is_group_size or not rest else rest[-1]
 
 
+def _linear_shape(config: ModelConfig) -> str:
+    """Return the sizes of the gated delta rule, and the percentage of the blocks that have it."""
+    if (delta := config.delta) is None:
+        return ""
+    share = 100 * len(config.delta_layers) // config.n_layers
+    return f"d{delta.key_heads}x{delta.key_dim}v{delta.value_heads}x{delta.value_dim}c{delta.kernel}p{share}"
+
+
 def shape_of(config: ModelConfig, bf16: bool) -> str:
     """Return a readable key of all sizes that determine the speed of a block: not the depth, not the kind of head."""
     sizes = (f"h{config.hidden}-a{config.n_heads}k{config.n_kv_heads}x{config.head_dim}-m{config.intermediate}"
@@ -237,6 +245,8 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
         "nonormbias": not config.norm_bias,
         "onenorm": config.shared_norm,
         f"latent{config.cache_numel}v{config.value_dim}": bool(config.latent),
+        _linear_shape(config): bool(config.delta_layers),
+        "gate": config.attention_gate,
         "plain": config.mlp == "ungated",
         config.activation: config.activation != "silu",
         "parallel": config.parallel_residual,

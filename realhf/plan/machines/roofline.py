@@ -10,6 +10,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.overlap import exposed_tp_backward
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 from realhf.plan.machines.collectives import collective_seconds
+from realhf.plan.machines.delta_rule import FLOAT32, STATE_PASSES, delta_share, mixer_numel, rule_flops, rule_numel
 from realhf.plan.machines.engine_traits import OWN, OWN_MEMORY, EngineTraits, MemoryTraits
 from realhf.plan.machines.launches import launches_of
 from realhf.plan.machines.products import Product, backward_products, block_products, column_parallel, product_seconds
@@ -77,7 +78,10 @@ class Roofline:
         flops = 4 * rows * config.n_heads * config.head_dim * context / shard.tp
         n_kv = config.n_kv_heads if self.traits.has_grouped_kv else config.n_heads
         kv = 2 * rows * context * max(1.0, n_kv / shard.tp) * config.head_dim * size
-        attention = self._time(flops, kv + _dequantization_bytes(shard), self.traits.decode_kernels)
+        linear = delta_share(config)
+        states = STATE_PASSES * rows * (config.delta.slot_bytes(size) if config.delta else 0) / shard.tp
+        nbytes = (1 - linear) * kv + linear * states + _dequantization_bytes(shard)
+        attention = self._time((1 - linear) * flops, nbytes, self.traits.decode_kernels)
         block = products + attention + self._all_reduces(shard, rows, ranks)
         if not self._is_captured(shard):
             block = max(block, self._launches(shard)[2])
@@ -149,6 +153,15 @@ class Roofline:
         return self._products[key]
 
     def _attention(self, shard: StageShard, work: Work) -> float:
+        """Mean seconds of a block's attention, or of what it has instead."""
+        config, linear = shard.model, delta_share(shard.model)
+        if not linear:
+            return self._full_attention(shard, work)
+        nbytes = 2 * FLOAT32 * rule_numel(config, shard.tp) * work.tokens
+        rule = self._time(rule_flops(config, shard.tp) * work.tokens, nbytes, 0)
+        return (1 - linear) * self._full_attention(shard, work) + linear * rule
+
+    def _full_attention(self, shard: StageShard, work: Work) -> float:
         """Seconds of attention to the visible keys and to the masked ones of the tiles on the diagonal."""
         config, traits, hardware = shard.model, self.traits, self.hardware
         heads = config.n_heads / shard.tp
@@ -219,7 +232,7 @@ class AnalyticMemory:
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
         config, size = shard.model, shard.itemsize
         block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards, self.traits,
-                                       shard.ep)  # fmt: skip
+                                       shard.ep, size)  # fmt: skip
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
@@ -245,7 +258,8 @@ class AnalyticMemory:
         of_experts = config.expert_intermediate * config.experts_per_token + config.shared_intermediate
         inner = config.intermediate or of_experts
         width = (2 if config.mlp == "gated" else 1) * inner
-        return 3 * config.hidden + max(1.5 * width, 2 * heads) / shard.tp
+        rule = rule_numel(config, shard.tp) * FLOAT32 / shard.itemsize if config.delta_layers else 0.0
+        return 3 * config.hidden + max(1.5 * width / shard.tp, 2 * heads / shard.tp, rule)
 
     def _logits(self, shard: StageShard, work: Work) -> float:
         if not shard.last or shard.model.head != "lm":
@@ -262,6 +276,7 @@ def saved_activation_numel(
     input_shards: int = 1,
     traits: MemoryTraits = OWN_MEMORY,
     ep: int = 1,
+    itemsize: int = FLOAT32,
 ) -> float:
     """Return the elements per token that autograd saves for a block of models/blocks.py.
 
@@ -274,6 +289,8 @@ def saved_activation_numel(
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
     residual = config.hidden * (2 / share + 2 / input_shards)
     attention = config.head_dim * (traits.saved_queries * heads + traits.saved_keys * kv)
+    rule, linear = mixer_numel(config, tp) + rule_numel(config, tp) * FLOAT32 / itemsize, delta_share(config)
+    attention = (1 - linear) * attention + linear * rule
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
     inputs = config.hidden * (1 + (2 if ep > tp else 1) / min(ep, tp))
@@ -303,4 +320,6 @@ def _block_numel(config: ModelConfig) -> float:
     """Mean weights per block that a token passes through: attention, MLP and router."""
     matrices = 3 if config.mlp == "gated" else 2
     routed = routed_share(config) * config.n_experts
-    return config.attention_numel + matrices * config.hidden * mlp_width(config) + config.hidden * routed
+    linear = delta_share(config)
+    mixer = (1 - linear) * config.attention_numel + linear * config.delta_numel
+    return mixer + matrices * config.hidden * mlp_width(config) + config.hidden * routed

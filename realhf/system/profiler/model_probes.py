@@ -82,6 +82,7 @@ class BlockKind(NamedTuple):
     window: int
     is_dense: bool
     is_unrotated: bool
+    is_linear: bool
 
 
 def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, ModelConfig]:
@@ -90,7 +91,9 @@ def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfi
     Without a periodic pattern, all blocks are of the most frequent kind.
     """
     kinds = [
-        BlockKind(config.sliding_window(i), i in config.dense_layers, i in config.unrotated_layers)
+        BlockKind(
+            config.sliding_window(i), i in config.dense_layers, i in config.unrotated_layers, i in config.delta_layers
+        )
         for i in range(config.n_layers)
     ]
     patterns = (kinds[:n] for n in range(1, len(kinds) // 2 + 1))
@@ -108,6 +111,7 @@ def _of_blocks(config: ModelConfig, kinds: Sequence[BlockKind]) -> ModelConfig:
         n_layers=len(kinds),
         sliding_windows=tuple(kind.window for kind in kinds) if config.sliding_windows else (),
         dense_layers=tuple(i for i, kind in enumerate(kinds) if kind.is_dense),
+        delta_layers=tuple(i for i, kind in enumerate(kinds) if kind.is_linear),
         unrotated_layers=tuple(i for i, kind in enumerate(kinds) if kind.is_unrotated),
     )
 

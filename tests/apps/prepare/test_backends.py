@@ -1,5 +1,6 @@
 """Default types of models, and the library for quantized bases."""
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -8,9 +9,18 @@ from realhf.api.config import LoraOptions, ModelSpec
 from realhf.api.config.choices import Quantization
 from realhf.api.config.preference import EnsembleConfig
 from realhf.api.experiment import RoleSpec
-from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes
+from realhf.api.model_config import GatedDelta, ModelConfig
+from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, unserved_reason
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
+
+
+def test_models_that_vllm_does_not_serve() -> None:
+    llama = ModelConfig("llama", 2, 8, 2, 2, 4, 8, 9, 16)
+    hybrid = replace(llama, family="qwen3_next", delta=GatedDelta(1, 1, 4, 4, 4), delta_layers=(0,))
+    assert unserved_reason(llama) is None
+    assert "does not replace the weights of gpt_oss models" in str(unserved_reason(replace(llama, family="gpt_oss")))
+    assert "qwen3_next models have recurrent states" in str(unserved_reason(hybrid))
 
 
 @pytest.mark.parametrize("bf16", [False, True])

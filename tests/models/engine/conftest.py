@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from tests.models.engine.tiny_engine import FAMILIES, VOCAB
+from tests.models.tiny_models import OTHERS, of_config
 
 HfModels = dict[str, tuple[Path, nn.Module]]
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -18,6 +19,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+    "qwen3_5_text": lambda: of_config("qwen3_5_text", **OTHERS["qwen3_5_text"] | {"vocab_size": VOCAB}),
 }
 
 
@@ -26,9 +28,11 @@ def hugging_face_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter_name.endswith("A_log"):
+                parameter.sub_(4.0)  # without this a state forgets the token before
     return model
 
 

@@ -24,7 +24,7 @@ from tests.models.engine.scripted_driver import LENGTHS, LIMIT, MESHES, SEED, N,
 from tests.models.engine.tiny_engine import engine_on, prompts_of
 from tests.models.tiny_models import CAPS, SIZES, WINDOW, hf_model
 
-FUSED, OTHERS = ("fused llama", "fused gpt2", "fused gemma2"), ("llama", "gpt2", "mistral", "qwen3_moe")
+FUSED, OTHERS = ("fused llama", "fused gpt2", "fused gemma2"), ("llama", "gpt2", "mistral", "qwen3_moe", "qwen3_next")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.plan.run_spec import model_config
 
 VOCAB, STOP = 37, 1
-FAMILIES = ("llama", "qwen2", "gpt2")
+FAMILIES = ("llama", "qwen2", "gpt2", "qwen3_5_text")
 SGD_LIKE = {"lr": 1e-3, "gradient_clipping": 0.0, "lr_scheduler_type": LRSchedule.constant}
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import ParallelStrategy
-from realhf.api.model_config import ModelConfig
+from realhf.api.model_config import GatedDelta, ModelConfig
 from realhf.plan.compile.check import (
     MAX_STAGES,
     distance,
@@ -38,6 +38,13 @@ def test_heads_must_be_divisible() -> None:
     for tp in (4, 3):  # with 3, query heads would be separated from their KV head
         line = f"6 heads (2 KV heads) are not divisible by tensor-parallel size {tp}"
         assert strategy_problems(MODEL, ParallelStrategy(tp=tp)) == [line]
+
+
+def test_linear_key_heads_must_be_divisible() -> None:
+    hybrid = replace(MODEL, delta=GatedDelta(3, 6, 4, 4, 4), delta_layers=(0, 1))
+    line = "3 linear key heads are not divisible by tensor-parallel size 2"
+    assert strategy_problems(hybrid, ParallelStrategy(tp=2)) == [line]
+    assert strategy_problems(replace(hybrid, delta_layers=()), ParallelStrategy(tp=2)) == []
 
 
 def test_more_stages_than_layers() -> None:

@@ -35,6 +35,12 @@ def test_window_patterns_are_kept_whole() -> None:
     assert (small.sliding_windows, large.sliding_windows) == ((8, 0), (8, 0) * 2)
 
 
+def test_periods_of_linear_attention_are_kept_whole() -> None:
+    hybrid = ModelConfig("qwen3_next", 8, 32, 4, 2, 8, 64, 64, 100, delta_layers=(0, 1, 2, 4, 5, 6))
+    small, large = reduced_depths(hybrid, 1, 5)
+    assert (small.delta_layers, small.n_layers, large.delta_layers) == ((0, 1, 2), 4, hybrid.delta_layers)
+
+
 def test_exceptional_blocks_are_dropped() -> None:
     routed = ModelConfig("qwen3_moe", 5, 32, 4, 2, 8, 64, 64, 100, n_experts=4, experts_per_token=2,
                          expert_intermediate=16, dense_layers=(0,))  # fmt: skip

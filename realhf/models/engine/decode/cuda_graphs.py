@@ -148,13 +148,16 @@ class DeviceDecoder:
 
     def _capture(self, step: Step, arguments: _StepArguments) -> _CapturedStep:
         """Capture a step after one warm-up run, which initialises libraries and communicators."""
-        saved = self.state.clone()
+        saved, delta = self.state.clone(), self.cache.delta
+        states = delta.clone() if delta is not None else None
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._advance(step, arguments)
         torch.cuda.current_stream().wait_stream(stream)
         self.state.copy_(saved)
+        if delta is not None and states is not None:
+            delta.restore(states)
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -184,7 +187,7 @@ class KeptDecoder:
         """Keep a decoder if it is small enough."""
         if decoder.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(decoder.device)
-            if decoder.cache.both.nbytes <= KEPT_SHARE * total:
+            if decoder.cache.nbytes <= KEPT_SHARE * total:
                 self._decoder = decoder
 
     def drop(self) -> None:

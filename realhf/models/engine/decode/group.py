@@ -51,7 +51,8 @@ class DecodeGroup:
             self._decoder = self._kept.take(model, n_slots, request.max_row_len, request.records_experts)
         new_cache = partial(model.new_cache, n_slots, request.max_row_len, request.records_experts)
         self.cache = self._decoder.cache if self._decoder else new_cache()
-        self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes())
+        copies_prefixes = not model.config.delta_layers  # of the model: all stages have the same plan
+        self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes(), copies_prefixes)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
         self.experts: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
 

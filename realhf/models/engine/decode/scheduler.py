@@ -89,17 +89,23 @@ class Prefill:
 
 
 def plan_prefill(
-    new_rows: Sequence[int], first_slot: int, n: int, prompts: Mapping[int, list[int]], shares_prefix: bool = False
+    new_rows: Sequence[int],
+    first_slot: int,
+    n: int,
+    prompts: Mapping[int, list[int]],
+    shares_prefix: bool = False,
+    copies_prefixes: bool = True,
 ) -> Prefill:
     """Plan the prefill of rows admitted to the slots from ``first_slot`` on; ``prompts`` are the tokens by number.
 
-    A prompt that is a prefix of another one is copied from it. With ``shares_prefix`` only the first slot of each
-    prompt stores it, and the prompt's other rows read it there.
+    A prompt that is a prefix of another one, or equals it, is copied from it; without ``copies_prefixes`` only if it
+    equals it, for a cache with states, which are behind the last token. With ``shares_prefix`` only the first slot of
+    each prompt stores it, and the prompt's other rows read it there.
     """
     slots: dict[int, list[int]] = {}
     for slot, row in enumerate(new_rows, first_slot):
         slots.setdefault(row // n, []).append(slot)
-    leaders = find_leaders({prompt: prompts[prompt] for prompt in slots})
+    leaders = find_leaders({prompt: prompts[prompt] for prompt in slots}, copies_prefixes)
     order = sorted(set(leaders.values()), key=lambda prompt: (len(prompts[prompt]), prompt))
     starts = dict(zip(order, accumulate((len(prompts[prompt]) for prompt in order), initial=0), strict=False))
     copies = []
@@ -112,8 +118,8 @@ def plan_prefill(
     return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends, owners)
 
 
-def find_leaders(prompts: Mapping[int, list[int]]) -> dict[int, int]:
-    """Return for every prompt one that it is a prefix of, by default itself.
+def find_leaders(prompts: Mapping[int, list[int]], of_prefixes: bool = True) -> dict[int, int]:
+    """Return for every prompt one that it is a prefix of, by default itself; else one that it equals.
 
     In lexicographic order a prompt is directly followed by those that it is a prefix of.
     """
@@ -121,7 +127,7 @@ def find_leaders(prompts: Mapping[int, list[int]]) -> dict[int, int]:
     leaders: dict[int, int] = {}
     for number, follower in zip(reversed(order), [None, *reversed(order)], strict=False):
         tokens = prompts[number]
-        is_prefix = follower is not None and prompts[follower][: len(tokens)] == tokens
+        is_prefix = follower is not None and prompts[follower][: len(tokens) if of_prefixes else None] == tokens
         leaders[number] = leaders[follower] if is_prefix and follower is not None else number
     return leaders
 
@@ -135,12 +141,21 @@ class SlotTable:
 
     A turn samples one token for each of the last ``n_sampling`` live rows: all of them in a decoding step, the newly
     admitted ones if there is a ``prefill``. A group without live rows is finished. With ``shares_prefix`` a prompt is
-    stored in the slot of one of its rows; when that row is evicted, another one becomes the owner. The state is in
-    numpy arrays in host memory: updates are many small operations, on which a device would have to synchronise.
+    stored in the slot of one of its rows; when that row is evicted, another one becomes the owner. ``copies_prefixes``
+    is as for ``plan_prefill``. The state is in numpy arrays in host memory: updates are many small operations, on which
+    a device would have to synchronise.
     """
 
-    def __init__(self, request: Request, queue: deque[int], n_slots: int, shares_prefix: bool = False) -> None:
+    def __init__(
+        self,
+        request: Request,
+        queue: deque[int],
+        n_slots: int,
+        shares_prefix: bool = False,
+        copies_prefixes: bool = True,
+    ) -> None:
         self.request, self.queue, self.n_slots, self.shares_prefix = request, queue, n_slots, shares_prefix
+        self._copies_prefixes = copies_prefixes
         self.sampled: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, by turn
         self._stops = np.array(request.stop_ids, np.int64)
         self._set_table(np.empty((8, 0), np.int64))
@@ -272,7 +287,8 @@ class SlotTable:
         if self.queue and (n_free * 8 >= self.n_slots or n_free >= len(self.queue)):
             new_rows = self._pop_rows(n_free)
             prompts = {row // request.n: request.prompt_tokens[row // request.n] for row in new_rows}
-            self.prefill = plan_prefill(new_rows, self.n_live, request.n, prompts, self.shares_prefix)
+            kinds = self.shares_prefix, self._copies_prefixes
+            self.prefill = plan_prefill(new_rows, self.n_live, request.n, prompts, *kinds)
             self.n_sampling = len(new_rows)
             self._admit(new_rows, self.prefill.owners)
 

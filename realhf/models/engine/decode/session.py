@@ -47,7 +47,8 @@ class DecodeSession:
         self.device = self.model.device
         self._decoder: DeviceDecoder | None = None
         sizes = (n_slots + options.max_episodes, options.max_len)
-        if decodes_on_device(self.model):
+        # steps on the device go on for ended rows, whose states would change
+        if decodes_on_device(self.model) and not self.model.config.delta_layers:
             self._decoder = DeviceDecoder(self.model, *sizes)
         self.cache = self._decoder.cache if self._decoder else self.model.new_cache(*sizes)
         self.stop_tokens = on_device(torch.tensor(options.stop_ids, dtype=torch.int64), self.device)

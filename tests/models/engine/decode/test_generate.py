@@ -15,7 +15,7 @@ from realhf.api.config import GenerationConfig, ModelSpec
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model_config import ModelConfig
+from realhf.api.model_config import GatedDelta, ModelConfig
 from realhf.comm.process_groups import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.native import NativeEngine, build_engine
@@ -32,6 +32,12 @@ HfModels = dict[str, tuple[Path, nn.Module]]
 @pytest.fixture(scope="module")
 def engine(llama: Path) -> NativeEngine:
     return engine_on(llama, trained=False)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
+def some_engine(request: pytest.FixtureRequest, hf_models: HfModels) -> NativeEngine:
+    """An engine with a KV cache, and one that has recurrent states too."""
+    return engine_on(hf_models[request.param][0], trained=False)
 
 
 def responses_of(batch: SequenceBatch) -> list[list[int]]:
@@ -103,7 +109,8 @@ def test_columns_of_the_result(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 256])
-def test_a_row_does_not_depend_on_slots_other_rows_or_order(slots: int, engine: NativeEngine) -> None:
+def test_a_row_does_not_depend_on_slots_other_rows_or_order(slots: int, some_engine: NativeEngine) -> None:
+    engine = some_engine
     config = GenerationConfig(max_new_tokens=14, max_num_seqs=slots)
     reference = {}
     for number, length in enumerate(LENGTHS):
@@ -120,12 +127,27 @@ def test_a_row_does_not_depend_on_slots_other_rows_or_order(slots: int, engine: 
 
 
 @pytest.mark.parametrize("budget", [1, 8, 13])
-def test_a_row_does_not_depend_on_the_prefill_budget(budget: int, engine: NativeEngine) -> None:
+def test_a_row_does_not_depend_on_the_prefill_budget(budget: int, some_engine: NativeEngine) -> None:
+    engine = some_engine
     config, prompts = GenerationConfig(max_new_tokens=14, max_num_seqs=9), prompts_of(LENGTHS)
     whole = engine.generate(prompts, config, 3, SEED)
     parts = replace(engine, micro_batching=MicroBatching(1, budget)).generate(prompts, config, 3, SEED)
     assert torch.equal(parts["tokens"], whole["tokens"]) and parts.lengths("tokens") == whole.lengths("tokens")
     torch.testing.assert_close(parts["logprobs"], whole["logprobs"], atol=1e-4, rtol=0)
+
+
+def test_prompts_that_begin_or_equal_others(some_engine: NativeEngine) -> None:
+    config, texts = GenerationConfig(max_new_tokens=9), [[5, 6], [5, 6, 7, 8, 9], [5, 6, 7], [5, 6, 7], [9]]
+    ids = tuple(RowId(number, PROMPT) for number in range(len(texts)))
+    prompts = SequenceBatch(ids, {"prompts": Column.of([torch.tensor(text) for text in texts])})
+    made = some_engine.generate(prompts, config, 2, SEED)
+    for number in range(len(texts)):
+        single = some_engine.generate(prompts.select([number]), config, 2, SEED)
+        for row, tokens in by_row(single, "tokens").items():
+            assert torch.equal(by_row(made, "tokens")[row], tokens)
+            torch.testing.assert_close(
+                by_row(made, "logprobs")[row], by_row(single, "logprobs")[row], atol=1e-4, rtol=0
+            )
 
 
 def test_a_row_depends_on_seed_prompt_and_sample(engine: NativeEngine) -> None:
@@ -240,6 +262,10 @@ def test_rows_longer_than_the_model_supports_are_rejected(engine: NativeEngine) 
 
 
 FOUR_LAYERS = ModelConfig("llama", 4, 32, 4, 2, 8, 48, VOCAB, 64, init_std=0.2)
+HYBRID = replace(
+    FOUR_LAYERS, family="qwen3_5_text", norm_offset=1.0, qk_norm="head", attention_gate=True,
+    delta=GatedDelta(2, 4, 8, 8, 4), delta_layers=(0, 1, 2),
+)  # fmt: skip
 AXES = ("dp", "tp", "pp")
 MESHES = {"d1": (0,), "p2": (3, 1), "p4": (2, 0, 3, 1), "t2p2": (1, 0, 2, 3)}
 CONFIGS = [
@@ -249,7 +275,7 @@ CONFIGS = [
 ]
 
 
-def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], SequenceBatch]:
+def generate_everywhere(rank: int, world: int, model: ModelConfig) -> dict[tuple[str, int], SequenceBatch]:
     """Generate in every layout that includes this rank."""
     layouts = {name: Layout(DeviceMesh(mesh), ParallelStrategy.parse(name)) for name, mesh in MESHES.items()}
     axes = dict.fromkeys(
@@ -261,7 +287,7 @@ def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], Sequence
         if rank not in layout.mesh.ranks:
             continue
         context, role = ParallelContext(layout, rank, groups=groups), RoleSpec(ModelSpec(init_from_scratch=True))
-        engine = build_engine(FOUR_LAYERS, role, context, False, True, 3, 1, (STOP,), None)
+        engine = build_engine(model, role, context, False, True, 3, 1, (STOP,), None)
         engine = replace(engine, micro_batching=MicroBatching(1, 20))
         for number, config in enumerate(CONFIGS):
             made[name, number] = engine.generate(prompts_of(LENGTHS), config, 3, SEED)
@@ -270,8 +296,9 @@ def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], Sequence
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_all_ranks_return_the_rows_of_one_worker(on_ranks: Callable[..., list]) -> None:
-    results = on_ranks(4, generate_everywhere)
+@pytest.mark.parametrize("model", [FOUR_LAYERS, HYBRID], ids=["attention", "hybrid"])
+def test_all_ranks_return_the_rows_of_one_worker(model: ModelConfig, on_ranks: Callable[..., list]) -> None:
+    results = on_ranks(4, generate_everywhere, model)
     for number in range(len(CONFIGS)):
         expected = results[0]["d1", number]
         assert len({tuple(response) for response in responses_of(expected)}) > 15
