@@ -34,6 +34,8 @@ class ParallelStrategy:
     ``ep``, written ``d4t2p1e4``, divides the routed experts of a layer over so many ranks of a stage: over
     tensor-parallel ranks first, then over adjacent data-parallel ranks, which exchange tokens. With fewer than ``tp``
     each expert is sharded over the other tensor-parallel ranks.
+    ``vpp``, written ``d4t2p2v2``, is the number of chunks of layers per pipeline stage: stage s has the chunks s,
+    s + pp and so on (interleaved stages, Narayanan et al. 2021, section 2.2).
     """
 
     dp: int = 1
@@ -41,10 +43,13 @@ class ParallelStrategy:
     pp: int = 1
     zero3: bool = False
     ep: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp, self.ep) < 1:
+        if min(self.dp, self.tp, self.pp, self.ep, self.vpp) < 1:
             raise ValueError(f"parallel degrees must be positive, got {self}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"{self}: chunks of layers need at least two pipeline stages; leave out v{self.vpp}")
         if self.zero3 and self.dp == 1:
             raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
         if self.zero3 and self.ep > 1:
@@ -86,18 +91,20 @@ class ParallelStrategy:
         return replace(self, zero3=wanted and self.dp > 1)
 
     def __str__(self) -> str:
-        experts = f"e{self.ep}" if self.ep > 1 else ""
-        return f"d{self.dp}t{self.tp}p{self.pp}{experts}{'z3' if self.zero3 else ''}"
+        chunks, experts = f"v{self.vpp}" if self.vpp != 1 else "", f"e{self.ep}" if self.ep > 1 else ""
+        return f"d{self.dp}t{self.tp}p{self.pp}{chunks}{experts}{'z3' if self.zero3 else ''}"
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Parse ``d4t2p1``, ``d4p1m2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
+        """Parse ``d4t2p1``, ``d4p2v2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
         lower = text.strip().lower()
-        if not re.fullmatch(r"(?:[dtmpe][1-9][0-9]*){1,4}(?:z3)?", lower):
-            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2e8, d4z3)")
+        if not re.fullmatch(r"(?:[dtmpev][1-9][0-9]*){1,5}(?:z3)?", lower):
+            raise ValueError(
+                f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2, d4t2e8, p2v2, d4z3)"
+            )
         zero3, degrees = lower.endswith("z3"), dict[str, int]()
-        for letter, number in re.findall(r"([dtmpe])(\d+)", lower):
-            axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep"}[letter]
+        for letter, number in re.findall(r"([dtmpev])(\d+)", lower):
+            axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp", "e": "ep", "v": "vpp"}[letter]
             if axis in degrees:
                 raise ValueError(f"'{text}' gives the {axis} degree twice")
             degrees[axis] = int(number)

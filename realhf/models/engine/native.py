@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +138,8 @@ class NativeEngine:
             return loss.total / total
 
         reduction = self.optimizer.reduction
-        self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), reduction.start if reduction else None)
+        context = nullcontext if reduction is None else reduction.last_backward
+        self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), context)
         if reduction is not None:
             reduction.backward_ended()
         if self.model.memory is not None:
@@ -254,7 +256,7 @@ class NativeEngine:
         first = replace(strategy, dp=strategy.expert_dp, zero3=False)
         source = layout if strategy.zero3 else Layout(DeviceMesh(replica), first)
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
-        routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
+        routes = plan_realloc(specs, partial(stage_layers, self.config), source, target)
         copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
 
         def write(copy: BoxCopy, flat: Tensor) -> None:
@@ -372,7 +374,7 @@ def empty_shard(
 ) -> FlatParams:
     """Return the parameters that a role owns in a rank's shard, all zero; on device ``meta`` without memory."""
     specs = own_specs(config)
-    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
+    boxes = shard_boxes(specs, partial(stage_layers, config), layout, rank)
     return FlatParams(specs, boxes, dtype, device, pad_to, shared_name, layout.strategy.expert_dp > 1)
 
 

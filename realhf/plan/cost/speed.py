@@ -1,6 +1,6 @@
 """Amounts of work, shards of models, and what they need on a machine: ``Speed`` (seconds) and ``Footprint`` (bytes)."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -167,7 +167,7 @@ def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int,
     return stage_numels(specs, tp, stage_layers(config, pp), ep)
 
 
-def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[range], ep: int = 1) -> tuple[int, ...]:
+def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[Container[int]], ep: int = 1) -> tuple[int, ...]:
     """Return the parameters of each stage, whose layers are given, in its largest shard."""
     totals = [0] * len(stages)
     for spec in specs:

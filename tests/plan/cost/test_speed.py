@@ -1,6 +1,7 @@
 """Stages and shards add up to the model."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, mo
     strategy = where.strategy
     expected = []
     for stage in range(strategy.pp):
-        boxes = shard_boxes(specs, lambda pp: stage_layers(model, pp), where, where.mesh.ranks[stage * strategy.tp])
+        boxes = shard_boxes(specs, partial(stage_layers, model), where, where.mesh.ranks[stage * strategy.tp])
         sizes = []
         for box in boxes.values():
             numel = 1
