@@ -201,6 +201,14 @@ class Layout:
         """Return this layout with or without ZeRO-3."""
         return Layout(self.mesh, self.strategy.with_zero3(wanted))
 
+    def for_generation(self) -> "Layout":
+        """Return the nearest layout in which a model generates: whole weights, one chunk of layers per stage.
+
+        Experts are not divided over data-parallel ranks, which make different numbers of steps.
+        """
+        strategy = self.strategy.with_zero3(False)
+        return Layout(self.mesh, replace(strategy, ep=min(strategy.ep, strategy.tp), vpp=1))
+
     def coord(self, rank: int) -> Coord:
         """Return the coordinates of a global rank; ValueError for a rank outside the mesh."""
         index, s = self.mesh.ranks.index(rank), self.strategy

@@ -109,6 +109,7 @@ class ParallelConfig:
     tensor_parallel_size: int = opt(1, "tensor-parallel size", COUNT)
     pipeline_parallel_size: int = opt(1, "pipeline-parallel size", COUNT)
     expert_parallel_size: int = opt(1, "expert-parallel size, within data and tensor parallelism", COUNT)
+    virtual_pipeline_parallel_size: int = opt(1, "chunks of layers per pipeline stage (not in generation)", COUNT)
 
 
 @dataclass

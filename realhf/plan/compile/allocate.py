@@ -13,6 +13,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degre
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
+from realhf.plan.compile.chunks import chunk_problem, common_chunks
 from realhf.plan.compile.experts import common_degree, expert_problem
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
@@ -78,7 +79,9 @@ def allocate(
         if (request := requests.get(mfc.name)) is None:
             continue
         known = [model for role, model in models.items() if role == mfc.role]
-        if problem := request.problem(known):
+        if problem := chunk_problem(mfc, request.strategy):
+            problems.append(f"{mfc.name}: {problem}")
+        elif problem := request.problem(known):
             near = nearest_strategy(request.strategy, len(request.mesh.ranks), known)
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
@@ -151,7 +154,7 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
 def _of_rest(rest: _Assignment, mfc: MFC, models: Models) -> _Assignment:
     """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
     model = next((model for role, model in models.items() if role == mfc.role), None)
-    rest = replace(rest, strategy=common_degree(mfc, rest.strategy, model))
+    rest = replace(rest, strategy=common_chunks(mfc, common_degree(mfc, rest.strategy, model)))
     return rest if mfc.is_train else replace(rest, saving=None)
 
 
@@ -291,21 +294,26 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
         degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         dp, tp, pp = (max(1, degree) for degree in degrees)
         given, legal = max(1, parallel.expert_parallel_size), expert_degrees(dp, tp)
-        strategy = ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda ep: abs(ep - given)))
+        chunks = parallel.virtual_pipeline_parallel_size
+        strategy = ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda ep: abs(ep - given)),
+                                    vpp=max(1, chunks) if pp > 1 else 1)  # fmt: skip
         error = "" if given in legal else f"expert_parallel_size={given} is none of {', '.join(map(str, legal))}"
+        if chunks > 1 and pp == 1:
+            error = f"virtual_pipeline_parallel_size={chunks} needs pipeline_parallel_size of at least 2"
         try:
             if option.device_mesh:
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
             mesh = contiguous_mesh(min(strategy.world, n_workers))  # so that other errors are reported too
-        if min(*degrees, parallel.expert_parallel_size) < 1:
+        if min(*degrees, parallel.expert_parallel_size, chunks) < 1:
             error = "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
+            error += f"v{chunks}" if chunks != 1 else ""
             error += f"e{parallel.expert_parallel_size}" if parallel.expert_parallel_size != 1 else ""
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
-    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp, near.ep)).items()
+    degrees = vars(ParallelConfig(near.dp, near.tp, near.pp, near.ep, near.vpp)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])

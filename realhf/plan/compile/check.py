@@ -70,8 +70,9 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
         problems.append(f"{config.n_heads} heads ({kv} KV heads) are not divisible by tensor-parallel size {tp}")
     elif tp > smallest_dim:
         problems.append(f"a dimension of {smallest_dim} is smaller than tensor-parallel size {tp}")
-    if strategy.pp > config.n_layers:
-        problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages")
+    if strategy.pp * strategy.vpp > config.n_layers:
+        chunks = f" of {strategy.vpp} chunks" if strategy.vpp > 1 else ""
+        problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages{chunks}")
     if ep > max(count, 1):
         problems.append(f"{count} experts are fewer than expert-parallel size {ep}" if count else "it has no experts")
     return problems or [*shard_problems(config, tp)]
@@ -81,13 +82,14 @@ def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection
     """Return the nearest strategy on ``world`` workers valid for all models; pure data parallelism always is."""
     some = all_strategies(world)
     some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp) if 1 < ep <= requested.ep]
+    some += [replace(s, vpp=vpp) for s in some for vpp in range(2, requested.vpp + 1) if s.pp > 1]
     valid = [s for s in some if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 
 
 def distance(one: ParallelStrategy, other: ParallelStrategy) -> Fraction:
     """Return the product over axes of the factors by which the degrees of two strategies differ."""
-    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp), (one.ep, other.ep))
+    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp), (one.ep, other.ep), (one.vpp, other.vpp))
     return math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
 
 
