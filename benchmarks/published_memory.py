@@ -61,7 +61,8 @@ def training_bytes(point: Point, engine: PublishedMemory) -> float:
         max(_resident(point, engine, numel) + nbytes + engine.pass_gradients * numel, _reducing(point, engine, numel))
         for numel, nbytes in zip(stage_numels(param_specs(model), tp, layers), activations, strict=True)
     ]
-    gathered = max(sharded_layer_bytes(of_stage, 2, zero, True) for of_stage in layer_numels(model, tp, point["pp"]))
+    per_stage = layer_numels(model, ParallelStrategy(tp=tp, pp=point["pp"]))
+    gathered = max(sharded_layer_bytes(of_stage, 2, zero, True) for of_stage in per_stage)
     return max(peaks) + gathered
 
 

@@ -30,6 +30,7 @@ from realhf.plan.cost.speed import (
     StageShard,
     Traffic,
     Work,
+    chunk_shards,
     expert_numels,
     itemsize,
     optimizer_bytes,
@@ -156,7 +157,7 @@ class CostModel:
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
         strategy = layout.strategy
-        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(self.models[role], strategy))
         seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
@@ -170,6 +171,14 @@ class CostModel:
         shards = stage_shards(self.models[mfc.role], self._role(mfc, placement), layout.strategy)
         return [(s, tuple(layout.rank(Coord(p, dp, t)) for t in range(s.tp))) for p, s in enumerate(shards)]
 
+    def _chunks(self, mfc: MFC, placement: Placement, dp: int) -> Stages:
+        """Return the shard and the tensor-parallel group of each chunk of layers; a stage may have several."""
+        assert mfc.role is not None
+        layout = placement.layout
+        groups = [ranks for _, ranks in self._stages(mfc, placement, dp)]
+        shards = chunk_shards(self.models[mfc.role], self._role(mfc, placement), layout.strategy)
+        return [*zip(shards, groups * layout.strategy.vpp, strict=True)]
+
     def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
         """Seconds to send activations to the next stage (from the last: to the previous); ``sp``: sequence parallel."""
         shard, ranks = stages[stage]
@@ -181,7 +190,8 @@ class CostModel:
         if not rows[0]:
             return NO_COST
         assert mfc.role is not None
-        trains, tp, stages = mfc.is_train, placement.layout.strategy.tp, self._stages(mfc, placement, dp)
+        trains, strategy, stages = mfc.is_train, placement.layout.strategy, self._chunks(mfc, placement, dp)
+        tp, pp, vpp = strategy.tp, strategy.pp, strategy.vpp
         works = mfc_works(mfc, self.models[mfc.role], placement, rows, self.workload, self.share_prompts)
         schedule = train_schedule if trains else inference_schedule
         seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
@@ -189,7 +199,7 @@ class CostModel:
         n, counts = len(stages), Counter(works)
         times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
-        if placement.layout.strategy.expert_dp > 1:
+        if strategy.expert_dp > 1:
             times = {work: [self._with_exchange(placement.layout, work, *stage, *seconds) for stage, seconds in
                      zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
         if (layers := self._layer_collectives(mfc, placement.layout, stages)) is not None:
@@ -202,9 +212,9 @@ class CostModel:
         sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in counts}
         if len(counts) == 1:
             forward, backward = zip(*times[works[0]], strict=True)
-            seconds = uniform_makespan(schedule, len(works), forward, backward, sends[works[0]])
+            seconds = uniform_makespan(schedule, len(works), forward, backward, sends[works[0]], vpp)
         else:
-            steps = [schedule(stage, n, len(works)) for stage in range(n)]
+            steps = [schedule(stage, pp, len(works), vpp) for stage in range(pp)]
             forward_s = lambda s, i: times[works[i]][s][0]
             backward_s = lambda s, i: times[works[i]][s][1]
             seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
@@ -223,13 +233,14 @@ class CostModel:
         return forward + once, backward + (again + shard.n_expert_blocks * 2 * tokens if backward else 0.0)
 
     def _layer_collectives(self, mfc: MFC, layout: Layout, stages: Stages) -> list[LayerCollectives] | None:
-        """Return the collectives of each stage's layers in a pass; None without ZeRO-2 and ZeRO-3."""
+        """Return the collectives of each chunk's layers in a pass; None without ZeRO-2 and ZeRO-3."""
         assert mfc.role is not None
         role, strategy = self.roles[mfc.role], layout.strategy
         stage = role.zero_stage(strategy)
         if stage == 1 or (stage == 2 and not mfc.is_train):
             return None
-        numels, found = layer_numels(self.models[mfc.role], strategy.tp, strategy.pp), list[LayerCollectives]()
+        by_chunk = replace(strategy, pp=strategy.pp * strategy.vpp, vpp=1)
+        numels, found = layer_numels(self.models[mfc.role], by_chunk), list[LayerCollectives]()
         for (_, ranks), of_stage in zip(stages, numels, strict=True):
             replicas = layout.axis("dp", ranks[0])
             gathered = of_stage.map(partial(self._collective, CollectiveKind.ALL_GATHER, replicas, itemsize(role)))
@@ -263,7 +274,7 @@ class CostModel:
         """
         strategy = layout.strategy
         experts, updated = expert_numels(shard.model, strategy)[stage], updated_numels(shard.model, strategy)[stage]
-        numel = shard_numels(shard.model, strategy.tp, strategy.pp, strategy.ep)[stage] - experts
+        numel = shard_numels(shard.model, strategy)[stage] - experts
         replicas, same_experts = (layout.axis(axis, group[0]) for axis in ("dp", "edp"))
         seconds = self.speed.optimizer(shard, int(updated))
         if role.spec.optimizer.offload is True:  # copies in both directions overlap
