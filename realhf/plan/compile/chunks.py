@@ -3,7 +3,11 @@
 from dataclasses import replace
 
 from realhf.api.graph import MFC, Kind
-from realhf.api.layout import ParallelStrategy
+from realhf.api.layout import Layout, ParallelStrategy
+from realhf.api.model_config import ModelConfig
+
+N_CHUNKS = 2
+"""Number of chunks that the planner considers: more need more messages and save less."""
 
 
 def chunk_problem(mfc: MFC, strategy: ParallelStrategy) -> str:
@@ -17,3 +21,11 @@ def chunk_problem(mfc: MFC, strategy: ParallelStrategy) -> str:
 def common_chunks(mfc: MFC, strategy: ParallelStrategy) -> ParallelStrategy:
     """Return what a strategy for several calls means for one of them: generation has one chunk per stage."""
     return replace(strategy, vpp=1) if mfc.role is None or chunk_problem(mfc, strategy) else strategy
+
+
+def chunk_layouts(mfc: MFC, layout: Layout, model: ModelConfig | None) -> list[Layout]:
+    """Return a layout and, if a call trains a model in pipeline stages, its copy with several chunks in each."""
+    strategy = layout.strategy
+    if model is None or not mfc.is_train or strategy.pp == 1 or strategy.pp * N_CHUNKS > model.n_layers:
+        return [layout]
+    return [layout, Layout(layout.mesh, replace(strategy, vpp=N_CHUNKS))]

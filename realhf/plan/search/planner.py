@@ -1,7 +1,7 @@
 """Plans for one experiment on one cluster, by heuristic or by search, with predicted time and memory."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
 from realhf.plan.compile.check import layouts
+from realhf.plan.compile.chunks import chunk_layouts
 from realhf.plan.compile.experts import expert_layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
@@ -264,18 +265,23 @@ class Planner:
         for mfc in self.graph.mfcs:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
             required = {start[mfc.name] for start in starts}
-            by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
+            by_mesh: dict[tuple[int, ...], dict[Layout, Candidate]] = {}
             roles, node_size = self.calls.cost.roles, self.cluster.node_size
             possible = (one for layout in layouts(self.n_workers, node_size, config)
                         for found in zero3_layouts(mfc, layout, roles)
                         for one in expert_layouts(mfc, found, config, roles.get(mfc.role or ""), node_size)
                         if mfc.name not in self.calls.served or one.strategy.pp == one.strategy.ep == 1)  # fmt: skip
-            for layout in dict.fromkeys([*possible, *required]):
+            for ways in [*(chunk_layouts(mfc, layout, config) for layout in possible), *([one] for one in required)]:
                 with suppress(ValueError):  # a profile may lack some of them
-                    by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
-            chosen = [c for some in by_mesh.values() for c in self._select(mfc, some, required, share)]
+                    fastest = min((self.calls.of(mfc, one, share) for one in ways), key=self._speed_order(share))
+                    by_mesh.setdefault(ways[0].mesh.ranks, {})[fastest.placement.layout] = fastest
+            chosen = [c for some in by_mesh.values() for c in self._select(mfc, [*some.values()], required, share)]
             table[mfc.name] = [v for c in chosen for v in self.calls.variants(mfc, c.placement.layout, share)]
         return table
+
+    def _speed_order(self, share: float) -> Callable[[Candidate], tuple[bool, float]]:
+        """Return a key that sorts candidates by time, those that do not fit into a share of memory last."""
+        return lambda candidate: (candidate.bytes > share * self.calls.capacity, candidate.cost.seconds)
 
     def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
         least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes

@@ -9,8 +9,8 @@ from realhf.api.config import MFCConfig, ParallelConfig
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import Layout, ParallelStrategy
-from realhf.plan.compile.check import nearest_strategy, strategy_problems
-from realhf.plan.compile.chunks import chunk_problem, common_chunks
+from realhf.plan.compile.check import contiguous_mesh, nearest_strategy, strategy_problems
+from realhf.plan.compile.chunks import chunk_layouts, chunk_problem, common_chunks
 from realhf.plan.compile.program import with_evaluation
 from tests.plan.compile.test_allocate import ACTOR as SHALLOW
 from tests.plan.compile.test_allocate import layouts, plan, problems
@@ -74,6 +74,18 @@ def test_calls() -> None:
     assert not chunk_problem(generate, parse("d2p2"))
 
 
+def test_the_planner_considers_two_chunks_in_training() -> None:
+    spec = InterfaceSpec("any")
+    train, infer = MFC("train", "actor", Kind.TRAIN, spec, ("tokens",)), MFC("inf", "actor", Kind.INFERENCE, spec, ())
+    found = lambda mfc, text, model=ACTOR: [
+        str(one.strategy)
+        for one in chunk_layouts(mfc, Layout(contiguous_mesh(parse(text).world), parse(text)), model)
+    ]
+    assert found(train, "d2p2") == ["d2t1p2", "d2t1p2v2"] and found(train, "d2p2z3") == ["d2t1p2z3", "d2t1p2v2z3"]
+    assert found(infer, "d2p2") == ["d2t1p2"] and found(train, "d4") == ["d4t1p1"]
+    assert found(train, "p2", SHALLOW) == found(train, "p2", None) == ["d1t1p2"]
+
+
 def test_evaluation_generates_with_one_chunk() -> None:
     spec = InterfaceSpec("any")
     train = MFC("actor_train", "actor", Kind.TRAIN, spec, ("tokens",), ())
@@ -83,7 +95,7 @@ def test_evaluation_generates_with_one_chunk() -> None:
     )
     graph = replace(Graph((train,)), evaluation=evaluation)
     for text, expected in (("d2p2v2", "d2p2"), ("d2p2v2z3", "d2p2"), ("d2t2p2v2e4", "d2t2p2e2"), ("d4e2", "d4")):
-        home = Layout(plan(f"d{parse(text).world}", parse(text).world)["actor_gen"].layout.mesh, parse(text))
+        home = Layout(contiguous_mesh(parse(text).world), parse(text))
         placed = with_evaluation(graph, ExecutionPlan(8, {"actor_train": Placement(home)}))
         assert placed["eval_gen"].layout.strategy == parse(expected) and placed["eval_inf"].layout == home
 
