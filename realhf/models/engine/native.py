@@ -126,7 +126,8 @@ class NativeEngine:
             return {}
         self.optimizer.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
-        batches = batch.split(self._micro_batches(batch, at_least, together))
+        multiple_of = self.pipeline.n_stages if len(self.model.chunks) > 1 else 1
+        batches = batch.split(self._micro_batches(batch, at_least, together, multiple_of))
         packings = self._with_fillers([self._training_packing(some) for some in batches])
         losses: dict[int, Loss] = {}
 
@@ -183,9 +184,11 @@ class NativeEngine:
             **{name: (ratio * weight, weight) for name, ratio in ratios.items()},
         }  # fmt: skip
 
-    def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
+    def _micro_batches(
+        self, batch: SequenceBatch, at_least: int, together: bool = False, multiple_of: int = 1
+    ) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes)
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes, multiple_of)
 
     def generate(
         self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False

@@ -337,13 +337,14 @@ def mfc_works(
     mfc: MFC, model: ModelConfig, placement: Placement, rows: Rows, workload: Workload, share_prompts: bool
 ) -> tuple[Work, ...]:
     """Return the micro-batches of an inference or training call, at least as many as its pipeline needs."""
-    (ids, lengths), pp, limits = rows, placement.layout.strategy.pp, placement.micro_batching
+    (ids, lengths), limits, strategy = rows, placement.micro_batching, placement.layout.strategy
+    pp, multiple_of = strategy.pp, strategy.pp if mfc.is_train and strategy.vpp > 1 else 1
     min_mbs = 2 * pp if mfc.is_train and pp > 1 else pp
     if limits.n_mbs < min_mbs:
         limits = replace(limits, n_mbs=min_mbs)
     share = share_prompts and not (mfc.is_train and model.n_experts)
     prompts = workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
-    return works_of(ids if share_prompts else (), lengths, limits, prompts, share)
+    return works_of(ids if share_prompts else (), lengths, limits, prompts, share, multiple_of)
 
 
 @lru_cache(maxsize=16384)
@@ -353,14 +354,15 @@ def works_of(
     limits: MicroBatching,
     prompts: tuple[int, ...] = (),
     share_prompts: bool = False,
+    multiple_of: int = 1,
 ) -> tuple[Work, ...]:
     """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
 
     With ``ids``, rows of a prompt are put into the same micro-batch if possible; with ``share_prompts`` too, the prompt
-    is computed once for all of them.
+    is computed once for all of them. The number of micro-batches is a ``multiple_of`` another one if possible.
     """
     works = []
-    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids)):
+    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids), multiple_of=multiple_of):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:

@@ -1,7 +1,7 @@
 """Plans for one experiment on one cluster, by heuristic or by search, with predicted time and memory."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -272,16 +272,19 @@ class Planner:
                         for one in expert_layouts(mfc, found, config, roles.get(mfc.role or ""), node_size)
                         if mfc.name not in self.calls.served or one.strategy.pp == one.strategy.ep == 1)  # fmt: skip
             for ways in [*(chunk_layouts(mfc, layout, config) for layout in possible), *([one] for one in required)]:
-                with suppress(ValueError):  # a profile may lack some of them
-                    fastest = min((self.calls.of(mfc, one, share) for one in ways), key=self._speed_order(share))
+                if (fastest := self._fastest(mfc, ways, share)) is not None:
                     by_mesh.setdefault(ways[0].mesh.ranks, {})[fastest.placement.layout] = fastest
             chosen = [c for some in by_mesh.values() for c in self._select(mfc, [*some.values()], required, share)]
             table[mfc.name] = [v for c in chosen for v in self.calls.variants(mfc, c.placement.layout, share)]
         return table
 
-    def _speed_order(self, share: float) -> Callable[[Candidate], tuple[bool, float]]:
-        """Return a key that sorts candidates by time, those that do not fit into a share of memory last."""
-        return lambda candidate: (candidate.bytes > share * self.calls.capacity, candidate.cost.seconds)
+    def _fastest(self, mfc: MFC, layouts: Sequence[Layout], share: float) -> Candidate | None:
+        """Return the fastest candidate, if possible one that fits; None if a profile lacks all of them."""
+        found, available = list[Candidate](), share * self.calls.capacity
+        for layout in layouts:
+            with suppress(ValueError):
+                found.append(self.calls.of(mfc, layout, share))
+        return min(found, key=lambda c: (c.bytes > available, c.cost.seconds), default=None)
 
     def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
         least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes

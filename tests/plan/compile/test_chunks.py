@@ -78,8 +78,7 @@ def test_the_planner_considers_two_chunks_in_training() -> None:
     spec = InterfaceSpec("any")
     train, infer = MFC("train", "actor", Kind.TRAIN, spec, ("tokens",)), MFC("inf", "actor", Kind.INFERENCE, spec, ())
     found = lambda mfc, text, model=ACTOR: [
-        str(one.strategy)
-        for one in chunk_layouts(mfc, Layout(contiguous_mesh(parse(text).world), parse(text)), model)
+        str(one.strategy) for one in chunk_layouts(mfc, Layout(contiguous_mesh(parse(text).world), parse(text)), model)
     ]
     assert found(train, "d2p2") == ["d2t1p2", "d2t1p2v2"] and found(train, "d2p2z3") == ["d2t1p2z3", "d2t1p2v2z3"]
     assert found(infer, "d2p2") == ["d2t1p2"] and found(train, "d4") == ["d4t1p1"]

@@ -19,7 +19,7 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.arch.flops import forward_flops
 from realhf.arch.param_specs import param_specs
 from realhf.plan.compile.schedule import TrainSchedule
-from realhf.plan.cost.cost import BatchRows, CostModel, works_of
+from realhf.plan.cost.cost import BatchRows, CostModel, mfc_works, works_of
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.machines.roofline import Roofline
@@ -137,6 +137,19 @@ def test_interleaved_stages_have_the_bubble_of_their_schedule(pp: int, vpp: int)
     assert finer == pytest.approx(whole * (8 + (pp - 1) / vpp) / 8 / pp, rel=5e-3)
     whole = seconds(cost, "critic_inf", "d1")
     assert seconds(cost, "critic_inf", text) == pytest.approx(whole * (pp + (pp - 1) / vpp) / pp / pp, rel=5e-3)
+
+
+def test_interleaved_stages_have_multiples_of_micro_batches() -> None:
+    cost = cost_model(actor=replace(CRITIC, n_layers=8))
+    rows, limits = equal_rows(1, n=22, minibatches=1)[0].of_minibatch(0), MicroBatching(max_tokens_per_mb=60)
+    counts = {
+        (call, text): len(
+            mfc_works(cost.graph[call], CRITIC, Placement(layout(text), limits), rows, cost.workload, False)
+        )
+        for call in ("critic_train", "critic_inf")
+        for text in ("p4", "p4v2")
+    }
+    assert counts.pop(("critic_train", "p4v2")) == 12 and set(counts.values()) == {11}
 
 
 def test_interleaved_stages_send_more() -> None:
