@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from random import Random
 
@@ -134,7 +135,7 @@ def slowest_realloc(n_devices: int, n_pairs: int, seed: int) -> tuple[float, str
     for _ in range(n_pairs):
         src, dst = random.sample(choices, 2)
         begin = time.perf_counter()
-        plan_realloc(specs, lambda pp: stage_layers(LLAMA_7B, pp), src, dst, NODE)
+        plan_realloc(specs, partial(stage_layers, LLAMA_7B), src, dst, NODE)
         slowest = max(slowest, (time.perf_counter() - begin, f"{src} -> {dst}"))
     return slowest
 

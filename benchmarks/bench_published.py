@@ -24,6 +24,7 @@ from benchmarks import published_memory, published_rl
 from benchmarks.published_engines import PublishedEngine, engine_of
 from benchmarks.published_models import model_of
 from realhf.api.config.choices import Recompute
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Hardware, Link
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import stage_layers
@@ -122,7 +123,7 @@ def _sharded_pass(point: Point, speed: Roofline, shard: StageShard, forward: flo
     """Return the seconds of a micro-batch with ZeRO-3: blocks are gathered while the previous one computes."""
     n, tp = shard.n_blocks, point["tp"]
     replicas = range(0, point.get("shard_group", point["dp"] * tp), tp)
-    nbytes = 2 * max(shard_numels(replace(shard.model, n_layers=1, vocab=1, lora=None), shard.tp, 1))
+    nbytes = 2 * max(shard_numels(replace(shard.model, n_layers=1, vocab=1, lora=None), ParallelStrategy(tp=shard.tp)))
     gather = speed.collective(CollectiveKind.ALL_GATHER, nbytes, replicas)
     reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, nbytes, replicas)
     return max(forward, n * gather) + max(backward, n * (gather + reduce)) + gather + reduce
@@ -132,7 +133,8 @@ def _update_seconds(
     point: Point, engine: PublishedEngine, speed: Roofline, shard: StageShard, forward: float, backward: float
 ) -> float:
     replicas_n, tp = point["dp"] * point.get("context_parallel", 1), point["tp"]
-    numel, replicas = max(shard_numels(shard.model, tp, point["pp"])), range(0, replicas_n * tp, tp)
+    numels, replicas = shard_numels(shard.model, ParallelStrategy(tp=tp, pp=point["pp"])), range(0, replicas_n * tp, tp)
+    numel = max(numels)
     seconds = speed.optimizer(shard, numel // (replicas_n if point.get("zero", 1) else 1))
     if point.get("zero") == 3:
         return seconds

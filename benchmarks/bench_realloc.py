@@ -57,8 +57,8 @@ def shard(where: Layout, rank: int) -> FlatParams | None:
     return params
 
 
-def stages(pp: int) -> Sequence[range]:
-    return stage_layers(CONFIG, pp)
+def stages(pp: int, vpp: int) -> Sequence[frozenset[int]]:
+    return stage_layers(CONFIG, pp, vpp)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.param_specs import chunk_layers, param_specs
 from realhf.experiments.gen import GenerationExperiment
 from realhf.plan.cost.cost import BatchRows
 from realhf.plan.cost.memory import MemoryModel, pipelined_bytes, sharded_layer_bytes
@@ -47,7 +47,7 @@ def predicted_bytes(point: Point) -> float:
 def training_bytes(point: Point, engine: PublishedMemory) -> float:
     """Return the largest peak over pipeline stages: in a pass, or while gradients are reduced."""
     model, tp, zero = model_of(point), point["tp"], point.get("zero", 1)
-    layers = cost_balanced_layers(model, point["pp"]) if engine.balances_head else stage_layers(model, point["pp"])
+    layers = cost_balanced_layers(model, point["pp"]) if engine.balances_head else chunk_layers(model, point["pp"])
     shards = [_shard(point, model, of_stage) for of_stage in layers]
     traits = engine.activations
     if engine.copies_batched_output and point["micro_batch"] > 1:
@@ -61,7 +61,8 @@ def training_bytes(point: Point, engine: PublishedMemory) -> float:
         max(_resident(point, engine, numel) + nbytes + engine.pass_gradients * numel, _reducing(point, engine, numel))
         for numel, nbytes in zip(stage_numels(param_specs(model), tp, layers), activations, strict=True)
     ]
-    gathered = max(sharded_layer_bytes(of_stage, 2, zero, True) for of_stage in layer_numels(model, tp, point["pp"]))
+    per_stage = layer_numels(model, ParallelStrategy(tp=tp, pp=point["pp"]))
+    gathered = max(sharded_layer_bytes(of_stage, 2, zero, True) for of_stage in per_stage)
     return max(peaks) + gathered
 
 

@@ -109,7 +109,7 @@ def n_cached_rows(point: Point, engine: RLEngine) -> int:
     """Return how many rows of the mean length fit into the key/value cache of a generating replica."""
     tp, model = point["generate"]["tp"], model_of(point)
     share = engine.separate_cache if point["steps_off_policy"] else engine.shared_cache
-    weights = 2 * shard_numels(model, tp, 1)[0]
+    weights = 2 * shard_numels(model, ParallelStrategy(tp=tp))[0]
     per_token = 2 * StageShard(model, tp, model.n_layers, True, True, True).kv_numel
     return max(1, int((share * GPU_BYTES[point["hardware"]] - weights) / per_token / point["mean_total"]))
 

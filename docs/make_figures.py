@@ -128,7 +128,7 @@ def reallocation_figure() -> str:
     """Draw the copies of one weight from t4 to d2t2."""
     workers = DeviceMesh((0, 1, 2, 3))
     before, after = (Layout(workers, ParallelStrategy.parse(text)) for text in ("t4", "d2t2"))
-    spec, stages = ParamSpec("w", (8, 8), 1, tp_dim=1), lambda _: [range(1, 2)]
+    spec, stages = ParamSpec("w", (8, 8), 1, tp_dim=1), lambda *_: [range(1, 2)]
     drawing = Drawing(700, 300, "Reallocation of a weight from t4 to d2t2")
     for layout, y in ((before, 50), (after, 215)):
         drawing.text(20, y + 28, str(layout.strategy), "bold")

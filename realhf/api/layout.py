@@ -33,8 +33,10 @@ class ParallelStrategy:
     With ``zero3``, written ``d4t2p1z3``, data-parallel ranks have shares of the weights instead of copies (ZeRO-3).
     ``ep``, written ``d4t2p1e4``, divides the routed experts of a layer over so many ranks of a stage: over
     tensor-parallel ranks first, then over adjacent data-parallel ranks, which exchange tokens. With fewer than ``tp``
-    each expert is sharded over the other tensor-parallel ranks. With ``context``, written ``d4c2p1``, the ``tp`` ranks
-    of a stage have shares of the tokens and whole weights (context parallelism) instead of shares of the weights.
+    each expert is sharded over the other tensor-parallel ranks. ``vpp``, written ``d4t2p2v2``, is the number of chunks
+    of layers per pipeline stage: stage s has the chunks s, s + pp and so on (interleaved stages, Narayanan et al. 2021,
+    section 2.2). With ``context``, written ``d4c2p1``, the ``tp`` ranks of a stage have shares of the tokens and whole
+    weights (context parallelism) instead of shares of the weights.
     """
 
     dp: int = 1
@@ -42,11 +44,14 @@ class ParallelStrategy:
     pp: int = 1
     zero3: bool = False
     ep: int = 1
+    vpp: int = 1
     context: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp, self.ep) < 1:
+        if min(self.dp, self.tp, self.pp, self.ep, self.vpp) < 1:
             raise ValueError(f"parallel degrees must be positive, got {self}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"{self}: chunks of layers need at least two pipeline stages; leave out v{self.vpp}")
         if self.zero3 and self.dp == 1:
             raise ValueError(f"z3 shards weights over data-parallel ranks, and {self} has one: leave out z3")
         if self.zero3 and self.ep > 1:
@@ -99,19 +104,27 @@ class ParallelStrategy:
         """Return this strategy with or without ZeRO-3; on one data-parallel rank both are the same."""
         return replace(self, zero3=wanted and self.dp > 1)
 
+    def for_generation(self) -> "ParallelStrategy":
+        """Return the nearest strategy of a model that generates: whole layers and rows, one chunk of layers per stage.
+
+        Experts are not divided over data-parallel ranks, which make different numbers of steps.
+        """
+        return replace(self, zero3=False, ep=min(self.ep, self.tp), vpp=1, context=False)
+
     def __str__(self) -> str:
-        experts = f"e{self.ep}" if self.ep > 1 else ""
-        return f"d{self.dp}{'c' if self.context else 't'}{self.tp}p{self.pp}{experts}{'z3' if self.zero3 else ''}"
+        chunks, experts = f"v{self.vpp}" if self.vpp != 1 else "", f"e{self.ep}" if self.ep > 1 else ""
+        shares = f"{'c' if self.context else 't'}{self.tp}"
+        return f"d{self.dp}{shares}p{self.pp}{chunks}{experts}{'z3' if self.zero3 else ''}"
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Parse ``d4t2p1``, ``d4p1m2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
+        """Parse ``d4t2p1``, ``d4p2v2``, ``d4e2``, ``d4z3``, degrees in any order and case; ValueError for others."""
         lower = text.strip().lower()
-        if not re.fullmatch(r"(?:[dtmpec][1-9][0-9]*){1,4}(?:z3)?", lower):
-            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4m2, d4t2e8, d4c2, d4z3)")
+        if not re.fullmatch(r"(?:[dtmpevc][1-9][0-9]*){1,5}(?:z3)?", lower):
+            raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4t2e8, p2v2, d4c2, d4z3)")
         zero3, degrees = lower.endswith("z3"), dict[str, int]()
-        for letter, number in re.findall(r"([dtmpec])(\d+)", lower):
-            axis = {"d": "dp", "t": "tp", "m": "tp", "c": "tp", "p": "pp", "e": "ep"}[letter]
+        for letter, number in re.findall(r"([dtmpevc])(\d+)", lower):
+            axis = {"d": "dp", "t": "tp", "m": "tp", "c": "tp", "p": "pp", "e": "ep", "v": "vpp"}[letter]
             if axis in degrees:
                 raise ValueError(f"'{text}' gives the {axis} degree twice" + " (c replaces t)" * ("c" in lower))
             degrees[axis] = int(number)
@@ -207,6 +220,10 @@ class Layout:
     def with_zero3(self, wanted: bool) -> "Layout":
         """Return this layout with or without ZeRO-3."""
         return Layout(self.mesh, self.strategy.with_zero3(wanted))
+
+    def for_generation(self) -> "Layout":
+        """Return the nearest layout in which a model generates."""
+        return Layout(self.mesh, self.strategy.for_generation())
 
     def coord(self, rank: int) -> Coord:
         """Return the coordinates of a global rank; ValueError for a rank outside the mesh."""

@@ -1,6 +1,7 @@
 """Parameters and their shards. A shard is a box: one half-open range per dimension, in GLOBAL coordinates."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class ParamSpec:
         """Whether it has weight decay and a random start: norms and biases, also those of experts, have neither."""
         return len(self.shape) > 1 and not self.name.rpartition(".")[2].startswith("b_")
 
-    def is_in(self, layers: range) -> bool:
+    def is_in(self, layers: Container[int]) -> bool:
         """Return True if a stage with these layers holds the parameter."""
         return self.layer in layers or self.shared_layer in layers
 

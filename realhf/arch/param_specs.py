@@ -147,32 +147,42 @@ def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpe
 
 
 @lru_cache(maxsize=1024)
-def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
-    """Split layers 0..L+1 into ``pp`` stages with at least one block each, minimising the largest parameter count.
+def stage_layers(config: ModelConfig, pp: int, vpp: int = 1) -> tuple[frozenset[int], ...]:
+    """Return the layers of each of ``pp`` stages: stage s has the chunks s, s + pp and so on of ``pp * vpp``.
 
-    A tied embedding counts on both ends: the last stage multiplies by it too. ValueError for more stages than blocks.
+    ValueError for more chunks than blocks.
+    """
+    chunks = chunk_layers(config, pp * vpp)
+    return tuple(frozenset(layer for chunk in chunks[stage::pp] for layer in chunk) for stage in range(pp))
+
+
+@lru_cache(maxsize=1024)
+def chunk_layers(config: ModelConfig, n_chunks: int) -> tuple[range, ...]:
+    """Split layers 0..L+1 into chunks with at least one block each, minimising the largest parameter count.
+
+    A tied embedding counts on both ends: the last chunk multiplies by it too. ValueError for more chunks than blocks.
     """
     n = config.n_layers
-    if not 1 <= pp <= n:
-        raise ValueError(f"cannot split {n} layers into {pp} pipeline stages")
+    if not 1 <= n_chunks <= n:
+        raise ValueError(f"cannot split {n} layers into {n_chunks} pipeline stages")
     weights = [0] * (n + 2)
     for spec in param_specs(config):
         weights[spec.layer] += spec.numel
     if config.tied_embedding and config.head == "lm":
         weights[n + 1] += config.vocab * config.hidden
     total = [0, *accumulate(weights)]
-    # best[stop]: (heaviest stage, sum of squares, cuts) of the layers before ``stop``, for the stages placed so far
+    # best[stop]: (heaviest chunk, sum of squares, cuts) of the layers before ``stop``, for the chunks placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]]
     best = {stop: (total[stop], total[stop] ** 2, (0, stop)) for stop in range(2, n + 3)}
-    for stage in range(2, pp + 1):
-        stops = [n + 2] if stage == pp else range(stage + 1, n + 1)
+    for chunk in range(2, n_chunks + 1):
+        stops = [n + 2] if chunk == n_chunks else range(chunk + 1, n + 1)
         best = {stop: min(_extended(best, total, stop, n)) for stop in stops}
     cuts = best[n + 2][2]
     return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
 
 
 def _extended(best: dict, total: list[int], stop: int, n_layers: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the ways to add a last stage that ends at ``stop`` and has at least one block."""
+    """Return the ways to add a last chunk that ends at ``stop`` and has at least one block."""
     ways = []
     for start, (heaviest, squares, cuts) in best.items():
         if start < min(stop, n_layers + 1):

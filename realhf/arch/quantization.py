@@ -4,6 +4,7 @@ A scale belongs to a group of adjacent weights of a row. Shards consist of whole
 the layout. Embedding, head, norms and biases keep their type.
 """
 
+from collections.abc import Container
 from dataclasses import replace
 from functools import lru_cache
 
@@ -84,7 +85,7 @@ def _suggestion(*numbers: int) -> str:
     return f"; {fitting} does" if fitting > 1 else ""
 
 
-def base_nbytes(config: ModelConfig, tp: int, layers: range, itemsize: int, ep: int = 1) -> int:
+def base_nbytes(config: ModelConfig, tp: int, layers: Container[int], itemsize: int, ep: int = 1) -> int:
     """Return the bytes of the frozen weights of a stage's largest shard.
 
     ``itemsize`` is that of weights which are not quantized, and of scales.

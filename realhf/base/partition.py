@@ -1,7 +1,8 @@
-"""Deterministic balanced partitions of weighted items: rows to data-parallel ranks, rows to micro-batches."""
+"""Deterministic partitions: weighted items in balanced parts, numbers in consecutive runs."""
 
 from collections.abc import Sequence
 from heapq import heapreplace
+from itertools import pairwise
 
 
 def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
@@ -51,3 +52,9 @@ def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[
         k += 1
         parts = balanced_partition(weights, k)
     return parts
+
+
+def consecutive_runs(numbers: Sequence[int]) -> tuple[range, ...]:
+    """Return the places of the runs of consecutive numbers in an ascending sequence."""
+    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+    return tuple(range(*span) for span in pairwise([*starts, len(numbers)]))

@@ -1,6 +1,6 @@
 """Router replay: the experts of tokens are recorded in generation and used again in training (arXiv 2510.11370)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Replay:
-    """Makes a pass use ``experts``, ``[t, L, k]`` of the routed layers of a stage."""
+    """Makes a pass use ``experts``, ``[t, L, k]`` of all routed layers; ``numbers`` are those of a stage's blocks."""
 
     experts: Tensor
-    routed: tuple[int, ...]
+    numbers: Mapping[int, int]
 
     def replayed(self, index: int) -> Tensor:
-        return self.experts[:, self.routed.index(index)]
+        return self.experts[:, self.numbers[index]]
 
     def record(self, index: int, experts: Tensor) -> None:
         pass
@@ -81,18 +81,17 @@ class StageRouters:
         return self._routed.index(index)
 
     @property
-    def first(self) -> int:
-        """The place of the first one among the routed layers of the model."""
-        return self._config.routed_layers.index(self._layers[self._routed[0]]) if self._routed else 0
+    def numbers(self) -> tuple[int, ...]:
+        """The places of the stage's routed blocks among the routed layers of the model."""
+        return tuple(self._config.routed_layers.index(self._layers[index]) for index in self._routed)
 
     def new_cache(self, n_slots: int, max_len: int, device: torch.device) -> ExpertCache:
         return ExpertCache(self._config, len(self._routed), n_slots, max_len, device)
 
     def replay(self, experts: Tensor) -> Replay:
-        """Return the stage's layers of ``experts`` ``[t, L * k]``, those of local tokens in all routed layers."""
-        n_layers, first = len(self._config.routed_layers), self.first
-        own = experts.unflatten(1, (n_layers, -1))[:, first : first + len(self._routed)]
-        return Replay(own, self._routed)
+        """Return what makes a pass use ``experts`` ``[t, L * k]``, those of local tokens in all routed layers."""
+        of_tokens = experts.unflatten(1, (len(self._config.routed_layers), -1))
+        return Replay(of_tokens, dict(zip(self._routed, self.numbers, strict=True)))
 
     def recording(self, cache: ExpertCache | None, slots: Tensor, positions: Tensor) -> Recording | None:
         """Return what records the experts of tokens, None without a cache for them."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
+from realhf.base.partition import consecutive_runs
 from realhf.comm.context_parallel import ContextRegion
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
@@ -44,8 +45,9 @@ class Transformer:
 
     With LoRA, ``params`` has the adapters, and ``base`` the frozen weights, which other models may share.
     The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
-    heads. ``weights`` are views, collected at first use and again when gradients are enabled, but not at every call:
-    creating them takes as long as a decoding step of a small model. ``params.free`` releases their memory.
+    heads. ``chunks`` has the places of the blocks that one pass of ``hidden`` goes through: all, or a run of
+    consecutive layers. ``weights`` are views, collected at first use and again when gradients are enabled, but not at
+    every call: creating them takes as long as a decoding step of a small model. ``params.free`` releases their memory.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Transformer:
         self.tp_overlap, self.expert_region = tp_overlap, expert_region
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wo" in self.base.names]
         assert self.layers, "a stage has at least one layer"
+        self.chunks = consecutive_runs(self.layers)  # layers of other stages are between those of two chunks
         self._routers = StageRouters(config, self.layers)
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in self.base.names
         self.n_q, self.n_kv, self._kv_holders = count_heads(config, self.base, self.layers, tp.size)
@@ -104,8 +107,10 @@ class Transformer:
         with a ``token_weight``.
         """
         sums, self._router_sums = self._router_sums, torch.zeros_like(self._router_sums)
-        first = self._routers.first
-        return F.pad(sums, (0, 0, first, len(self.config.routed_layers) - first - len(sums)))
+        of_all = sums.new_zeros(len(self.config.routed_layers), sums.shape[1])
+        for sums_of_layer, number in zip(sums, self._routers.numbers, strict=True):
+            of_all[number] = sums_of_layer
+        return of_all
 
     @property
     def divides_tokens(self) -> bool:
@@ -122,6 +127,7 @@ class Transformer:
         return TensorParallelRegion(self.tp, n_tokens, sequence, self.tp_overlap)
 
     def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
+        assert len(self.chunks) == 1, "calls that generate have one chunk of layers per stage"
         is_latent = self.config.latent is not None
         heads = (1, self.config.cache_numel) if is_latent else (self.n_kv, self.config.head_dim)
         n_attention = len(set(self.layers) & set(self.config.attention_layers))
@@ -166,11 +172,12 @@ class Transformer:
         observe: Callable[[str, Tensor], None] | None = None,
         experts: Tensor | None = None,
         dropout: Dropout | None = None,
+        chunk: int = 0,
     ) -> Tensor:
-        """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
+        """Run packed rows through a chunk of this stage and return ``[T, D]``, of the last one after the final norm.
 
         With context parallelism, or sequence parallelism in training, the result has only this rank's tokens. ``x`` is
-        the previous stage's output (None on the first). Positions start at 0 in every row, or continue those of row
+        the previous chunk's output (None on the first). Positions start at 0 in every row, or continue those of row
         ``prefixes[i]`` (see ``rotary_attention``). With a cache, keys and values of row i are stored in slot
         ``slots[i]`` (prefill). Rows sorted by length are fastest. With a ``token_weight``, the router losses join the
         loss that is differentiated through the result: their mean over routed layers, summed over tokens, times this
@@ -207,7 +214,7 @@ class Transformer:
             x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
-        return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout)
+        return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout, self.chunks[chunk])
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -297,24 +304,28 @@ class Transformer:
         observe: Callable[[str, Tensor], None] | None = None,
         routing: Routing | None = None,
         dropout: Dropout | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
+        blocks = range(len(self.layers)) if blocks is None else blocks
         recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
                                  routing, dropout, self.expert_region, recompute is Recompute.selective)  # fmt: skip
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
-        for index, block in enumerate(weights.blocks):
+        for index in blocks:
             if self.on_backward is not None and x.grad_fn is not None:  # a leaf's may be known before those of weights
                 x.register_hook(partial(self.on_backward, self.layers[index]))
             with self._memory_of(self.layers[index] + 1):
-                x, losses = run(block, index, x, context)
+                x, losses = run(weights.blocks[index], index, x, context)
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)
             if losses is not None:
                 self._router_sums[self._routers.place(index)] += losses
         if self.on_backward is not None and x.requires_grad:
-            x.register_hook(partial(self.on_backward, self.layers[-1] + 1))
+            x.register_hook(partial(self.on_backward, self.layers[blocks[-1]] + 1))
+        if blocks.stop < len(self.layers):
+            return x
         if self.memory is not None:
             self.memory.enter_head()
         return x if weights.final_norm is None else self._for_head(weights.final_norm(x))

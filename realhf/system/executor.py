@@ -1,6 +1,7 @@
 """Executes the program instructions of a call on one worker. The plan has made all decisions."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class Executor:
         """Return the copies that this worker sends or receives, and those of its peers in shared memory."""
         config = self.run.models[step.role]
         node_size = self.run.config.n_gpus_per_node
-        routes = plan_realloc(own_specs(config), lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
+        routes = plan_realloc(own_specs(config), partial(stage_layers, config), step.src, step.dst, node_size)
         local = {self.rank, *(self.links.ranks if self.links else ())}
         dtype = own_dtype(self.run.roles[step.role])
         return [

@@ -54,6 +54,23 @@ def test_zero3_needs_several_data_parallel_ranks() -> None:
             ParallelStrategy.parse(text)
 
 
+@given(DEGREES, st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_chunks_of_layers_are_parsed(dp: int, pp: int, vpp: int, wanted: bool) -> None:
+    if pp == 1 and vpp > 1:
+        with pytest.raises(ValueError, match=f"leave out v{vpp}"):
+            ParallelStrategy(dp, pp=pp, vpp=vpp)
+        return
+    strategy = ParallelStrategy(dp, pp=pp, vpp=vpp).with_zero3(wanted)
+    assert ParallelStrategy.parse(str(strategy)) == strategy and ("v" in str(strategy)) == (vpp > 1)
+    assert strategy.world == dp * pp and ParallelStrategy.parse(f"v{vpp}p{pp}d{dp}") == strategy.with_zero3(False)
+
+
+def test_chunks_that_cannot_be_parsed() -> None:
+    for text in ("p2v", "p2v0", "v2v2", "p2vv2", "p2v-1", "p2v1.5"):
+        with pytest.raises(ValueError, match=f"'{text}'"):
+            ParallelStrategy.parse(text)
+
+
 def test_a_degree_is_positive() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         ParallelStrategy(dp=0)

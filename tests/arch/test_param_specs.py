@@ -15,7 +15,7 @@ from realhf.api.model_config import GatedDelta, Latent, ModelConfig
 from realhf.api.param_box import box_numel, intersect, shard_box
 from realhf.arch.families import FAMILIES
 from realhf.arch.hf_config import read_hf_config
-from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.arch.param_specs import chunk_layers, param_specs, stage_layers
 from tests.scaling import examples
 
 LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
@@ -135,8 +135,23 @@ def test_stages_partition_the_layers(n_layers: int, pp: int, vocab: int, tied: b
             stage_layers(config, pp)
         return
     stages = stage_layers(config, pp)
-    assert [layer for stage in stages for layer in stage] == list(range(n_layers + 2))
-    assert all(set(stage) & set(range(1, n_layers + 1)) for stage in stages)
+    assert [layer for stage in stages for layer in sorted(stage)] == list(range(n_layers + 2))
+    assert all(stage & set(range(1, n_layers + 1)) for stage in stages)
+
+
+@settings(max_examples=examples(50))
+@given(st.integers(1, 12), st.integers(2, 4), st.integers(1, 4), st.integers(1, 5000), st.booleans())
+def test_stages_have_every_ppth_chunk(n_layers: int, pp: int, vpp: int, vocab: int, tied: bool) -> None:
+    config = replace(LLAMA, n_layers=n_layers, vocab=vocab, tied_embedding=tied)
+    if pp * vpp > n_layers:
+        with pytest.raises(ValueError, match=f"into {pp * vpp} pipeline stages"):
+            stage_layers(config, pp, vpp)
+        return
+    chunks, stages = stage_layers(config, pp * vpp), stage_layers(config, pp, vpp)
+    assert [len(stage) for stage in stages] == [sum(map(len, chunks[s::pp])) for s in range(pp)]
+    for number, chunk in enumerate(chunk_layers(config, pp * vpp)):
+        assert set(chunk) == chunks[number] and chunks[number] <= stages[number % pp]
+    assert 0 in stages[0] and n_layers + 1 in stages[-1]
 
 
 def test_the_stage_of_a_large_embedding_has_fewer_blocks() -> None:

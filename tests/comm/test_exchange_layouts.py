@@ -16,7 +16,7 @@ from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
-CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
+CONFIG = ModelConfig("llama", 4, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)
 WORLD = 4
 LAYOUTS = [
@@ -30,10 +30,12 @@ LAYOUTS = [
         ("t2", (2, 1)),
         ("p2", (0, 1)),
         ("p2", (1, 3)),
+        ("p2v2", (2, 1)),
         ("d4", (0, 1, 2, 3)),
         ("t4", (3, 2, 1, 0)),
         ("d2t2", (0, 1, 2, 3)),
         ("t2p2", (0, 1, 2, 3)),
+        ("t2p2v2", (3, 2, 0, 1)),
         ("d3", (3, 0, 2)),
     ]
 ]
@@ -44,8 +46,8 @@ TRANSPORTS = {  # hosts of the ranks, whether ``into`` is given, whether checksu
 }
 
 
-def stages(pp: int) -> tuple[range, ...]:
-    return stage_layers(CONFIG, pp)
+def stages(pp: int, vpp: int) -> tuple[frozenset[int], ...]:
+    return stage_layers(CONFIG, pp, vpp)
 
 
 def full_params() -> dict[str, Tensor]:

@@ -26,6 +26,10 @@ DIVIDED = {  # with degrees of expert parallelism
     "ref_inf": ("2,1", 2, 1, 1, 2),
     "actor_train": ("3,1,2,0", 2, 2, 1, 4),
 }
+INTERLEAVED = {  # with chunks of layers per stage
+    "ref_inf": ("2,1", 1, 1, 2, 1, 2),
+    "actor_train": ("3,1,2,0", 2, 1, 2, 1, 2),
+}
 ROUTED = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 ROUTED |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.1}
 
@@ -41,6 +45,7 @@ def runs(
     folder = tmp_path_factory.mktemp("cut")
     dense = json.loads((task.model / "config.json").read_text())
     (folder / "routed.json").write_text(json.dumps({**dense, **ROUTED}))
+    (folder / "deep.json").write_text(json.dumps({**dense, "num_hidden_layers": 5}))
     scratch = ["actor.path=null", "actor.init_from_scratch=True"]
     options = {
         "following reference": ["ppo.ref_ema_eta=0.25"],
@@ -51,11 +56,14 @@ def runs(
             f"actor.config={folder}/routed.json",
             f"actor.tokenizer={task.tokenizer}",
         ],
+        "deep": [*scratch, f"actor.config={folder}/deep.json", f"actor.tokenizer={task.tokenizer}"],
     }
     variants = {kind: options[kind] for kind in KINDS}
     variants |= {f"{kind}, cut": [*options[kind], *on_four(PLACES)] for kind in KINDS}
     variants["routed experts, divided"] = [*options["routed experts"], *on_four(PLACES | DIVIDED),
                                            "verify_reallocation=True"]  # fmt: skip
+    variants |= {"deep": options["deep"], "deep, interleaved": [*options["deep"], *on_four(PLACES | INTERLEAVED),
+                                                                "verify_reallocation=True"]}  # fmt: skip
     length = ["exp_ctrl.total_train_epochs=2", f"exp_ctrl.total_train_steps={STEPS}"]
     return realhf_all("ppo-math", folder, variants, [*ppo_words, *length])
 
@@ -63,12 +71,15 @@ def runs(
 def on_four(places: Mapping[str, tuple]) -> list[str]:
     options = ["n_gpus_per_node=4", "allocation_mode=manual"]
     for call, (mesh, *degrees) in places.items():
-        axes = zip(("data", "tensor", "pipeline", "expert"), degrees, strict=False)
+        axes = zip(("data", "tensor", "pipeline", "expert", "virtual_pipeline"), degrees, strict=False)
         options += [f"{call}.device_mesh={mesh}", *(f"{call}.parallel.{axis}_parallel_size={n}" for axis, n in axes)]
     return options
 
 
-@pytest.mark.parametrize("kind, layout", [*((kind, "cut") for kind in KINDS), ("routed experts", "divided")])
+CASES = [*((kind, "cut") for kind in KINDS), ("routed experts", "divided"), ("deep", "interleaved")]
+
+
+@pytest.mark.parametrize("kind, layout", CASES)
 def test_the_curve_does_not_depend_on_the_layout(kind: str, layout: str, runs: dict[str, Run]) -> None:
     whole, cut = runs[kind], runs[f"{kind}, {layout}"]
     assert len(whole.curve) == STEPS and whole.curve[-1]["kl/ref"] > 1e-3

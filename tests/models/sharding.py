@@ -11,6 +11,7 @@ from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, LoraOptions, LRSchedule, ModelSpec, OptimizerConfig
+from realhf.api.config.choices import Recompute
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
@@ -39,6 +40,8 @@ class ShardedLayout:
     layout: Layout
     sequence: bool = True
     overlap: bool = False
+    recompute: Recompute | None = None
+    zero_stage: int = 1
 
 
 def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True, overlap: bool = False) -> ShardedLayout:
@@ -64,6 +67,7 @@ CONTEXT_LAYOUTS: Mapping[str, ShardedLayout] = {
     "d2c2": _sharded((1, 0, 2, 3), "d2c2"),
     "d2c2 overlapped": _sharded((0, 1, 2, 3), "d2c2", overlap=True),
     "c2p2": _sharded((2, 1, 0, 3), "c2p2"),
+    "c2p2 overlapped": _sharded((0, 1, 2, 3), "c2p2", overlap=True),
 }
 EXPERT_LAYOUTS: Mapping[str, ShardedLayout] = {
     "t2e2": _sharded((1, 2), "t2e2"),
@@ -75,6 +79,15 @@ EXPERT_LAYOUTS: Mapping[str, ShardedLayout] = {
     "d2t2e4": _sharded((3, 1, 0, 2), "d2t2e4", overlap=True),
     "d2t2e4 without sequence": _sharded((0, 1, 2, 3), "d2t2e4", sequence=False),
     "d2p2e2": _sharded((2, 1, 0, 3), "d2p2e2"),
+}
+INTERLEAVED_LAYOUTS: Mapping[str, ShardedLayout] = {
+    "p2v2": _sharded((3, 1), "p2v2"),
+    "p2v2 recomputed": replace(_sharded((0, 1), "p2v2"), recompute=Recompute.full),
+    "t2p2v2": _sharded((1, 0, 2, 3), "t2p2v2"),
+    "t2p2v2 without sequence": _sharded((1, 0, 3, 2), "t2p2v2", sequence=False, overlap=True),
+    "d2p2v2": _sharded((2, 1, 0, 3), "d2p2v2", overlap=True),
+    "d2p2v2 with ZeRO-2": replace(_sharded((0, 1, 2, 3), "d2p2v2"), zero_stage=2),
+    "d2p2v2 with ZeRO-3": replace(_sharded((3, 1, 2, 0), "d2p2v2z3"), zero_stage=3, recompute=Recompute.selective),
 }
 
 
@@ -108,7 +121,7 @@ def job(
 ) -> dict[tuple[str, str], WorkerResult]:
     """Run each model in one layout after the other; each layout loads what the previous one saved."""
     grad_reduction.BUCKET_NUMEL = 500
-    every = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
+    every = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS | INTERLEAVED_LAYOUTS
     layouts = [every[name].layout for name in names]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
@@ -146,6 +159,9 @@ def engine_on(
     spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
     spec.init_critic_from_actor, spec.router_bias_update_rate = initial.is_critic, BALANCING_RATE
     spec.overlap_grad_reduce = spec.tp_overlap = sharded.overlap
+    spec.zero_stage = sharded.zero_stage
+    if sharded.recompute is not None:
+        spec.gradient_checkpointing, spec.recompute_granularity = True, sharded.recompute
     config = read_hf_config(initial.folder, initial.is_critic)
     if initial.adapter:
         spec.lora = LoraOptions(RANK, ALPHA, init_from=str(initial.adapter))
@@ -176,7 +192,7 @@ def run(engine: NativeEngine) -> WorkerResult:
         if set(keys) <= rows.columns.keys()
     }
     sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
-    if not is_critic and strategy.expert_dp == 1 and not strategy.context:
+    if not is_critic and strategy.expert_dp == strategy.vpp == 1 and not strategy.context:
         is_routed = bool(engine.config.n_experts)
         responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5, record_experts=is_routed)
         sampled |= {"routed_experts": {}} if is_routed else {}

@@ -144,6 +144,16 @@ GROUPED: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 """Models whose rows, also those of two shards, are whole groups of 4 weights, for quantization."""
+DEEP: dict[str, Callable[[], PreTrainedModel]] = {
+    "deep llama": lambda: of_config("llama", num_hidden_layers=4),
+    "deep qwen2": lambda: of_config("qwen2", num_hidden_layers=5, tie_word_embeddings=True),
+    "deep gemma2": lambda: of_config("gemma2", num_hidden_layers=6, head_dim=12, sliding_window=WINDOW, **CAPS),
+    "deep gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_layer": 4})),
+    "deep qwen3_moe": lambda: of_config("qwen3_moe", **MOE, **BALANCE, norm_topk_prob=True, num_hidden_layers=5,
+                                        mlp_only_layers=[1]),
+    "deep deepseek_v3": lambda: of_config("deepseek_v3", **OTHERS["deepseek_v3"], num_hidden_layers=4),
+}  # fmt: skip
+"""Models with enough layers for several chunks per pipeline stage."""
 ONE_OF_EACH = (
     "llama",
     "qwen2",
@@ -170,7 +180,7 @@ BLOCKED = {"gpt_oss_blocks": lambda: of_config("gpt_oss", **BLOCKS)}
 def hf_model(name: str) -> PreTrainedModel:
     """Return a random Hugging Face model, with random biases and norms."""
     torch.manual_seed(0)
-    model = {**MODELS, **GROUPED, **BLOCKED}[name]().eval()
+    model = {**MODELS, **GROUPED, **DEEP, **BLOCKED}[name]().eval()
     with torch.no_grad():
         for param_name, param in model.named_parameters():
             if param.ndim == 1:

@@ -116,6 +116,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = opt(1, "pipeline-parallel size", COUNT)
     expert_parallel_size: int = opt(1, "expert-parallel size, within data and tensor parallelism", COUNT)
     context_parallel_size: int = opt(1, "context-parallel size, which replaces the tensor-parallel size", COUNT)
+    virtual_pipeline_parallel_size: int = opt(1, "chunks of layers per pipeline stage (not in generation)", COUNT)
 
 
 @dataclass

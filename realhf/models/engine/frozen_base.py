@@ -1,6 +1,7 @@
 """The frozen weights below LoRA adapters: one copy per worker for all roles and layouts that hold the same shard."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ class FrozenBases:
         assert config.lora is not None
         quantization = config.lora.bits, config.lora.group_size
         source = spec.path, spec.config, seed if spec.init_from_scratch else None, dtype, *quantization
-        boxes = shard_boxes(base_specs(config), lambda pp: stage_layers(config, pp), layout, rank)
+        boxes = shard_boxes(base_specs(config), partial(stage_layers, config), layout, rank)
         for other, params in self._loaded:
             if other == source and _covers(params, boxes):
                 return params

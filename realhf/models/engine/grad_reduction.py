@@ -4,7 +4,8 @@ A bucket is a part of one rank's range of the flat gradient and is reduced to th
 reduce-scatter of the whole gradient would leave it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -68,9 +69,9 @@ class OverlappedReduction:
     """Reduces a shard's gradient over its replicas during the last backward pass of a step.
 
     ``grad`` is that of the first segment. The gradients of ``late`` parameters change after the backward pass.
-    Operations start in the order of ``plan_buckets``, which all replicas share. ``start`` is called before the last
-    backward pass, ``backward_ended`` after it, before any other collective of the group, and also by replicas without
-    rows.
+    Operations start in the order of ``plan_buckets``, which all replicas share. The last backward pass of a step, or
+    of each of its chunks of layers in descending order, runs in ``last_backward``. ``backward_ended`` is called after
+    it, before any other collective of the group, and also by replicas without rows.
     """
 
     def __init__(self, params: FlatParams, grad: Tensor, group: Group, late: frozenset[str]) -> None:
@@ -82,9 +83,12 @@ class OverlappedReduction:
         self._pending: list[dist.Work] = []
         self._is_last_backward = False
 
-    def start(self) -> None:
-        """Note that the next backward pass is the last one of the step."""
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Reduce gradients that are complete during the backward pass in this context."""
         self._is_last_backward = True
+        yield
+        self._is_last_backward = False
 
     def backward_reached(self, layer: int, _grad: Tensor | None = None) -> None:
         """Reduce what is complete when the gradient of the input of ``layer`` is known: all layers after it."""
@@ -94,8 +98,8 @@ class OverlappedReduction:
 
     def backward_ended(self) -> None:
         """Reduce all gradients that are complete after the backward pass."""
-        self.start()
-        self.backward_reached(-1)
+        with self.last_backward():
+            self.backward_reached(-1)
 
     def finish(self) -> None:
         """Reduce the rest and wait for all. Collective over the replicas."""
@@ -104,7 +108,6 @@ class OverlappedReduction:
         for bucket, work in zip(self.buckets, self._pending, strict=True):
             self._group.wait(work, "reduce", self._grad[bucket.start : bucket.stop])
         self._pending.clear()
-        self._is_last_backward = False
 
     @property
     def _next(self) -> Bucket | None:

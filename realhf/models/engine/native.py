@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -126,7 +127,8 @@ class NativeEngine:
             return {}
         self.optimizer.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
-        batches = batch.split(self._micro_batches(batch, at_least, together))
+        multiple_of = self.pipeline.n_stages if len(self.model.chunks) > 1 else 1
+        batches = batch.split(self._micro_batches(batch, at_least, together, multiple_of))
         packings = self._with_fillers([self._training_packing(some) for some in batches])
         losses: dict[int, Loss] = {}
 
@@ -138,7 +140,8 @@ class NativeEngine:
             return loss.total / total
 
         reduction = self.optimizer.reduction
-        self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), reduction.start if reduction else None)
+        context = nullcontext if reduction is None else reduction.last_backward
+        self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), context)
         if reduction is not None:
             reduction.backward_ended()
         if self.model.memory is not None:
@@ -182,9 +185,11 @@ class NativeEngine:
             **{name: (ratio * weight, weight) for name, ratio in ratios.items()},
         }  # fmt: skip
 
-    def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
+    def _micro_batches(
+        self, batch: SequenceBatch, at_least: int, together: bool = False, multiple_of: int = 1
+    ) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes)
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes, multiple_of)
 
     def generate(
         self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int, record_experts: bool = False
@@ -254,7 +259,7 @@ class NativeEngine:
         first = replace(strategy, dp=strategy.expert_dp, tp=strategy.cuts.tp, zero3=False, context=False)
         source = layout if strategy.zero3 else Layout(DeviceMesh(replica), first)
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
-        routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
+        routes = plan_realloc(specs, partial(stage_layers, self.config), source, target)
         copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
 
         def write(copy: BoxCopy, flat: Tensor) -> None:
@@ -374,7 +379,7 @@ def empty_shard(
 ) -> FlatParams:
     """Return the parameters that a role owns in a rank's shard, all zero; on device ``meta`` without memory."""
     specs = own_specs(config)
-    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
+    boxes = shard_boxes(specs, partial(stage_layers, config), layout, rank)
     return FlatParams(specs, boxes, dtype, device, pad_to, shared_name, layout.strategy.expert_dp > 1)
 
 

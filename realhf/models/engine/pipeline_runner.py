@@ -1,6 +1,7 @@
 """Runs the schedules of plan/compile/pipeline.py on one stage. A single stage is a pipeline of length one."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from realhf.models.engine.packing import Packing
 from realhf.models.transformer import Transformer
 from realhf.plan.compile import pipeline as schedule
 
+Pass = tuple[int, int]  # micro-batch, chunk of layers
+
 
 class Pipeline:
     """This worker's stage, with point-to-point communication to the adjacent stages."""
@@ -24,6 +27,7 @@ class Pipeline:
         stages, index = context.layout.axis("pp", context.rank), context.group("tp").index
         self.ranks = tuple(sorted(context.layout.axis("tp", rank))[index] for rank in stages)
         self.stage, self.n_stages = context.coord.pp, len(self.ranks)
+        self.previous, self.next = (self.ranks[(self.stage + step) % self.n_stages] for step in (-1, 1))
         self.p2p = P2PChannel(context.device, context.activity, context.directed)
         self.kept_decoder = KeptDecoder()
         model.params.on_free.append(self.kept_decoder.drop)
@@ -32,21 +36,25 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stage == self.n_stages - 1
 
+    def _is_end(self, chunk: int) -> bool:
+        """Return True for the last chunk of layers of the model."""
+        return self.is_last and chunk == len(self.model.chunks) - 1
+
     def infer(self, batches: Sequence[Packing], finish: Callable[[int, Tensor], None]) -> None:
         """Run batches through the pipeline; the last stage calls ``finish(number, hidden)`` for each."""
-        inputs: dict[int, Tensor] = {}
-        for step in schedule.inference_schedule(self.stage, self.n_stages, len(batches)):
+        inputs: dict[Pass, Tensor] = {}
+        for step in schedule.inference_schedule(self.stage, self.n_stages, len(batches), len(self.model.chunks)):
             match step:
-                case schedule.RecvActivation(i):
-                    inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1])
-                case schedule.Forward(i):
-                    inputs[i] = self._hidden(batches[i], inputs.pop(i, None))
-                    if self.is_last:
-                        finish(i, inputs.pop(i))
+                case schedule.RecvActivation(i, chunk):
+                    inputs[i, chunk] = self._receive(batches[i], self.previous)
+                case schedule.Forward(i, chunk):
+                    inputs[i, chunk] = self._hidden(batches[i], inputs.pop((i, chunk), None), chunk)
+                    if self._is_end(chunk):
+                        finish(i, inputs.pop((i, chunk)))
                     if self.model.memory is not None:
                         self.model.memory.release()
-                case schedule.SendActivation(i):
-                    self.p2p.send(inputs.pop(i), self.ranks[self.stage + 1])
+                case schedule.SendActivation(i, chunk):
+                    self.p2p.send(inputs.pop((i, chunk)), self.next)
                     self.p2p.flush(keep=2)
         self.p2p.flush()
 
@@ -55,41 +63,38 @@ class Pipeline:
         batches: Sequence[Packing],
         loss: Callable[[int, Tensor], Tensor],
         token_weight: float = 0.0,
-        before_last: Callable[[], None] | None = None,
+        last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Accumulate the gradients of all batches; the last stage computes a scalar ``loss`` of its hidden states.
 
-        Every stage adds its router losses, with ``token_weight`` per token. ``before_last`` is called before the last
-        backward pass.
+        Every stage adds its router losses, with ``token_weight`` per token. The last backward pass of each chunk runs
+        in the context ``last_backward``; those of later chunks come first.
         """
-        n_backward = 0
-        inputs: dict[int, Tensor] = {}
-        outputs: dict[int, Tensor] = {}
-        gradients: dict[int, Tensor] = {}
-        for step in schedule.train_schedule(self.stage, self.n_stages, len(batches)):
+        inputs: dict[Pass, Tensor] = {}
+        outputs: dict[Pass, Tensor] = {}
+        gradients: dict[Pass, Tensor] = {}
+        for step in schedule.train_schedule(self.stage, self.n_stages, len(batches), len(self.model.chunks)):
             match step:
-                case schedule.RecvActivation(i):
-                    inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1]).requires_grad_()
-                case schedule.Forward(i):
-                    hidden = self._hidden(batches[i], inputs.get(i), token_weight)
-                    outputs[i] = loss(i, hidden) if self.is_last else hidden
+                case schedule.RecvActivation(i, chunk):
+                    inputs[i, chunk] = self._receive(batches[i], self.previous).requires_grad_()
+                case schedule.Forward(i, chunk):
+                    hidden = self._hidden(batches[i], inputs.get((i, chunk)), chunk, token_weight)
+                    outputs[i, chunk] = loss(i, hidden) if self._is_end(chunk) else hidden
                     del hidden
-                case schedule.SendActivation(i):
-                    self.p2p.send(outputs[i].detach(), self.ranks[self.stage + 1])
-                case schedule.RecvGradient(i):
-                    gradients[i] = self._receive(batches[i], self.ranks[self.stage + 1])
-                case schedule.Backward(i):
-                    n_backward += 1
-                    if n_backward == len(batches) and before_last is not None:
-                        before_last()
-                    with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
+                case schedule.SendActivation(i, chunk):
+                    self.p2p.send(outputs[i, chunk].detach(), self.next)
+                case schedule.RecvGradient(i, chunk):
+                    gradients[i, chunk] = self._receive(batches[i], self.next)
+                case schedule.Backward(i, chunk):
+                    with last_backward() if i == len(batches) - 1 else nullcontext():
+                        with_gradient(outputs.pop((i, chunk)), gradients.pop((i, chunk), None)).backward()
                     if self.model.memory is not None:
                         self.model.memory.backward_ended()
-                case schedule.SendGradient(i):
-                    gradient = inputs.pop(i).grad
+                case schedule.SendGradient(i, chunk):
+                    gradient = inputs.pop((i, chunk)).grad
                     assert gradient is not None, "every stage's output depends on its input"
-                    self.p2p.send(gradient, self.ranks[self.stage - 1])
-            self.p2p.flush(keep=2 * self.n_stages)  # adjacent stages are never further behind
+                    self.p2p.send(gradient, self.previous)
+            self.p2p.flush(keep=2 * self.n_stages)  # no stage blocks with so many unfinished sends (tests/plan/compile)
         self.p2p.flush()
 
     def generate(self, groups: Sequence[DecodeGroup]) -> None:
@@ -108,11 +113,11 @@ class Pipeline:
                     self.p2p.flush(keep=len(groups) * (self.n_stages - 1))  # the tokens of older ones have arrived
                     group.advance(outputs.pop(i) if self.is_last else expected.pop(i).wait())
                 case schedule.RecvActivation(i):
-                    inputs[i] = self.receive_rows(group.n_tokens, self.ranks[self.stage - 1])
+                    inputs[i] = self.receive_rows(group.n_tokens, self.previous)
                 case schedule.Forward(i):
                     outputs[i] = group.forward(inputs.pop(i, None))
                 case schedule.SendActivation(i):
-                    self.p2p.send(outputs.pop(i), self.ranks[self.stage + 1])
+                    self.p2p.send(outputs.pop(i), self.next)
                 case schedule.ExpectTokens(i):
                     expected[i] = self.p2p.post_receive((group.slots.n_sampling,), torch.int64, self.ranks[-1])
                 case schedule.SendTokens(i):
@@ -132,10 +137,10 @@ class Pipeline:
             parts.append(group.broadcast(part.contiguous(), stage) if part.numel() else part)
         return torch.cat(parts, 1)
 
-    def _hidden(self, batch: Packing, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
+    def _hidden(self, batch: Packing, x: Tensor | None, chunk: int, token_weight: float = 0.0) -> Tensor:
         token_weight = 0.0 if batch.is_filler else token_weight
         return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
-                                 experts=batch.experts, dropout=batch.dropout)  # fmt: skip
+                                 experts=batch.experts, dropout=batch.dropout, chunk=chunk)  # fmt: skip
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
         return self.receive_rows(self.model.token_region(len(batch.tokens)).n_local_tokens, rank)

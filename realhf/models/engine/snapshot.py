@@ -55,7 +55,8 @@ def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict
     """Return this worker's flat tensors, merged over the saved shards and replicas, and the number of steps."""
     params, strategy, coord = engine.params, engine.context.layout.strategy, engine.context.coord
     numel, steps = params.data.numel(), 0
-    if saved.strategy.pp == strategy.pp and saved.strategy.cuts == strategy.cuts and strategy.expert_dp == 1:
+    stages = [(some.pp, some.vpp) for some in (saved.strategy, strategy)]
+    if stages[0] == stages[1] and saved.strategy.cuts == strategy.cuts and strategy.expert_dp == 1:
         number = strategy.shard_number(coord.dp, coord.tp)
         state = _read_shard(saved, coord.pp, number, read)  # it differs only in the padding at its end
         steps = int(state.pop(STEPS, torch.zeros(1)))

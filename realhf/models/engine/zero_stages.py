@@ -1,6 +1,7 @@
 """Builds what ZeRO-2 and ZeRO-3 add to an engine: memory of layers for gradients and weights, and their collectives."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -41,7 +42,7 @@ def owned_gradients(params: FlatParams, late: frozenset[str], group: Group) -> O
 def gathered_params(config: ModelConfig, shard: FlatParams, context: ParallelContext) -> GatheredParams:
     """Return the whole parameters of a shard of a ZeRO-3 layout, without memory."""
     specs, whole_layout = own_specs(config), context.layout.with_zero3(False)
-    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), whole_layout, context.rank)
+    boxes = shard_boxes(specs, partial(stage_layers, config), whole_layout, context.rank)
     return GatheredParams(specs, boxes, LayerBuffers(specs, boxes, shard.data.dtype, shard.data.device))
 
 
@@ -49,7 +50,7 @@ def layer_memory(
     model: Transformer, shard: FlatParams, context: ParallelContext, owned: OwnedGradients | None, trained: bool
 ) -> LayerMemory:
     """Return the memory of a model's layers: with ZeRO-2 of ``owned`` gradients, else of weights and gradients."""
-    blocks = range(model.layers[0] + 1, model.layers[-1] + 2)
+    blocks = [layer + 1 for layer in model.layers]
     head = _head_layers(model)
     if owned is not None:
         return LayerMemory(blocks, head, None, owned, owned.layers)

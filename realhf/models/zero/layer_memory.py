@@ -16,7 +16,7 @@ EMBEDDING = 0
 
 
 class LayerMemory:
-    """Layers are numbered as in ``ParamSpec.layer``. ``blocks`` are those of the stage's blocks.
+    """Layers are numbered as in ``ParamSpec.layer``. ``blocks`` are those of the stage's blocks, in ascending order.
 
     ``trained`` layers have gradients. ``head`` are the layers of the final norm and the unembedding, which the last
     stage uses after its blocks. The weights of a layer are gathered while the one before it computes. Backward passes
@@ -24,7 +24,7 @@ class LayerMemory:
     """
 
     def __init__(
-        self, blocks: range, head: Sequence[int], weights: WeightGathering | None,
+        self, blocks: Sequence[int], head: Sequence[int], weights: WeightGathering | None,
         gradients: LayerGradients | None, trained: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.blocks, self.head = blocks, tuple(head)
@@ -42,7 +42,7 @@ class LayerMemory:
             for after in self.head:
                 self.weights.start(after)
         else:
-            self.weights.start(max(layer + 1, self.blocks[0]))
+            self.weights.start(layer + 1)  # if this stage has it
         yield
         self.weights.free(layer)
 
@@ -69,11 +69,11 @@ class LayerMemory:
         """
         layer = block + 1
         self._complete(self.head if layer > self.blocks[-1] else (layer,))
-        if layer > self.blocks[0]:
+        if layer - 1 in self.blocks:
             self._allocate(layer - 1)
             if self.weights is not None:
                 self.weights.wait(layer - 1)
-                if layer - 1 > self.blocks[0]:
+                if layer - 2 in self.blocks:
                     self.weights.start(layer - 2)
         else:
             self._allocate(EMBEDDING)

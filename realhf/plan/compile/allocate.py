@@ -12,9 +12,8 @@ from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
+from realhf.plan.compile.call_degrees import call_problem, expert_problem, of_call
 from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
-from realhf.plan.compile.context import context_problem, of_call
-from realhf.plan.compile.experts import common_degree, expert_problem
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.compile.plan_text import SUFFIX, read_call, read_plan, split_calls
 from realhf.plan.compile.saving import NamedSaving, name_saving, saving_of
@@ -79,12 +78,12 @@ def allocate(
         if (request := requests.get(mfc.name)) is None:
             continue
         known = [model for role, model in models.items() if role == mfc.role]
-        if problem := request.problem(known):
+        if problem := call_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
+            problems.append(f"{mfc.name}: {problem}")
+        elif problem := request.problem(known):
             near = nearest_strategy(request.strategy, len(request.mesh.ranks), known)
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
-        elif problem := call_problem(mfc, request.strategy, roles.get(mfc.role or ""), request.backend):
-            problems.append(f"{mfc.name}: {problem}")
         else:
             layout = Layout(request.mesh, request.strategy)
             batching = replace(micro_batching(option, device), **request.limits)
@@ -94,11 +93,6 @@ def allocate(
     if problems:
         raise UserError(problems)
     return with_backends(ExecutionPlan(n_workers, placements), graph, options)
-
-
-def call_problem(mfc: MFC, strategy: ParallelStrategy, role: RoleSpec | None, backend: Backend) -> str:
-    """Return why a call cannot divide experts or rows as a strategy does, or an empty string."""
-    return expert_problem(mfc, strategy, role, backend) or context_problem(mfc, strategy, role)
 
 
 def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
@@ -157,7 +151,7 @@ def _from_text(config: ExperimentConfig, graph: Graph, models: Models) -> Reques
 def _of_rest(rest: _Assignment, mfc: MFC, models: Models) -> _Assignment:
     """Return what ``*`` requests for a call; its memory saving is that of calls that train."""
     model = next((model for role, model in models.items() if role == mfc.role), None)
-    rest = replace(rest, strategy=of_call(mfc, common_degree(mfc, rest.strategy, model)))
+    rest = replace(rest, strategy=of_call(mfc, rest.strategy, model))
     return rest if mfc.is_train else replace(rest, saving=None)
 
 
@@ -307,21 +301,24 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
 
 def _degrees(given: ParallelConfig) -> tuple[ParallelStrategy, str]:
     """Return the strategy of the options, or the nearest that is possible and the problem."""
-    dp, tp, pp, ep, cp = (max(1, degree) for degree in vars(given).values())
-    if min(vars(given).values()) < 1:
-        degrees = [*vars(given).values()]
-        named = [f"{letter}{n}" for letter, n in zip("dtpec", degrees, strict=True) if letter in "dtp" or n != 1]
+    degrees = [*vars(given).values()]
+    dp, tp, pp, ep, cp, vpp = (max(1, degree) for degree in degrees)
+    if min(degrees) < 1:
+        named = [f"{letter}{n}" for letter, n in zip("dtpecv", degrees, strict=True) if letter in "dtp" or n != 1]
         return ParallelStrategy(dp, tp, pp), f"parallel degrees must be positive, got {''.join(named)}"
+    if vpp > 1 and pp == 1:
+        error = f"virtual_pipeline_parallel_size={vpp} needs pipeline_parallel_size of at least 2"
+        return ParallelStrategy(dp, tp), error
     if cp > 1:
         alone = tp == ep == 1
         error = f"context_parallel_size={cp} replaces the tensor- and expert-parallel sizes; set them to 1"
-        return ParallelStrategy(dp, cp, pp, context=True), "" if alone else error
+        return ParallelStrategy(dp, cp, pp, vpp=vpp, context=True), "" if alone else error
     legal = expert_degrees(dp, tp)
     error = "" if ep in legal else f"expert_parallel_size={ep} is none of {', '.join(map(str, legal))}"
-    return ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda degree: abs(degree - ep))), error
+    return ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda degree: abs(degree - ep)), vpp=vpp), error
 
 
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
     cp = near.tp // near.weight_tp
-    degrees = vars(ParallelConfig(near.dp, near.weight_tp, near.pp, near.ep, cp)).items()
+    degrees = vars(ParallelConfig(near.dp, near.weight_tp, near.pp, near.ep, cp, near.vpp)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])

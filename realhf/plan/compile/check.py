@@ -74,8 +74,9 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
         problems.append(f"{config.delta.key_heads} linear key heads are not divisible by tensor-parallel size {tp}")
     if config.delta_layers and strategy.context:
         problems.append("its linear attention needs whole rows on a rank, which c divides")
-    if strategy.pp > config.n_layers:
-        problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages")
+    if strategy.pp * strategy.vpp > config.n_layers:
+        chunks = f" of {strategy.vpp} chunks" if strategy.vpp > 1 else ""
+        problems.append(f"{config.n_layers} layers are fewer than {strategy.pp} pipeline stages{chunks}")
     if ep > max(count, 1):
         problems.append(f"{count} experts are fewer than expert-parallel size {ep}" if count else "it has no experts")
     return problems or [*shard_problems(config, tp)]
@@ -87,6 +88,7 @@ def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection
     some += [replace(s, context=True) for s in some if requested.context and s.tp > 1]
     some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp)
              if not s.context and 1 < ep <= requested.ep]  # fmt: skip
+    some += [replace(s, vpp=vpp) for s in some for vpp in range(2, requested.vpp + 1) if s.pp > 1]
     valid = [s for s in some if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 
@@ -94,7 +96,8 @@ def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection
 def distance(one: ParallelStrategy, other: ParallelStrategy) -> Fraction:
     """Return the product over axes of the factors by which the degrees of two strategies differ."""
     shares = ((some.weight_tp, some.tp // some.weight_tp) for some in (one, other))
-    pairs = ((one.dp, other.dp), (one.pp, other.pp), (one.ep, other.ep), *zip(*shares, strict=True))
+    degrees = ((some.dp, some.pp, some.ep, some.vpp) for some in (one, other))
+    pairs = (*zip(*degrees, strict=True), *zip(*shares, strict=True))
     return math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))
 
 

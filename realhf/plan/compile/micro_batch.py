@@ -51,11 +51,13 @@ def micro_batches(
     limits: MicroBatching,
     keep_prompts_together: bool = False,
     prefer_prompts_together: bool = False,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Return row indices per micro-batch, sorted by length for batched attention.
 
     ``keep_prompts_together`` puts all rows of a prompt into one micro-batch, even if they exceed the token budget;
     ``prefer_prompts_together`` does so as far as the budget allows, which is faster. With neither, ``ids`` are unused.
+    The number of micro-batches is a ``multiple_of`` another one if there are enough rows for the next multiple.
     """
     groups: list[list[int]] = []
     if keep_prompts_together or prefer_prompts_together:
@@ -66,7 +68,10 @@ def micro_batches(
             if len(groups) < min(limits.n_mbs, len(ids)):
                 groups = []
     groups = groups or [[i] for i in range(len(lengths))]
-    bins = pack_bins([sum(lengths[i] for i in rows) for rows in groups], limits.max_tokens_per_mb, limits.n_mbs)
+    weights = [sum(lengths[i] for i in rows) for rows in groups]
+    bins = pack_bins(weights, limits.max_tokens_per_mb, limits.n_mbs)
+    while len(bins) < (n := len(bins) + -len(bins) % multiple_of) <= len(groups):
+        bins = pack_bins(weights, limits.max_tokens_per_mb, n)
     return [sorted((i for group in part for i in groups[group]), key=lambda i: (lengths[i], i)) for part in bins]
 
 

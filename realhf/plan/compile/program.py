@@ -28,14 +28,14 @@ def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
 def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan with placements for the evaluation MFCs: that of the role's home, or of an MFC without a role.
 
-    Generation has whole weights if those at home are sharded over data-parallel ranks.
+    Generation has the nearest layout in which a model can generate.
     """
     roleless = next((m for m in graph.mfcs if m.role is None), graph.mfcs[0])
     placements = {m.name: plan[home_mfc(graph, m.role).name if m.role else roleless.name] for m in graph.evaluation}
     for m in graph.evaluation:
         if m.kind is Kind.GENERATE:
-            whole = placements[m.name].layout.with_zero3(False)
-            placements[m.name] = replace(placements[m.name], layout=whole)
+            layout = placements[m.name].layout.for_generation()
+            placements[m.name] = replace(placements[m.name], layout=layout)
     return replace(plan, placements=plan.placements | placements)
 
 

@@ -1,7 +1,7 @@
 """Plans parameter reallocation between any two layouts: which worker sends which box of which parameter to whom."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -9,7 +9,8 @@ from itertools import product
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.param_box import Box, Cuts, ParamSpec, box_numel, intersect, numbered_box
 
-Stages = Callable[[int], Sequence[range]]  # maps a number of pipeline stages to the layers of each stage
+Stages = Callable[[int, int], Sequence[Container[int]]]
+"""Maps a number of pipeline stages, and of chunks in each, to the layers of each stage."""
 ParamBox = tuple[str, Box]  # a parameter name and a box in global coordinates
 ShardCoords = tuple[tuple[int, int], ...]
 """(stage, number of the shard in it) of the shards with the same box, in each replica of the weights."""
@@ -55,7 +56,7 @@ def route_copies(routes: Sequence[Route]) -> Iterator[BoxCopy]:
 def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
     """Return the boxes of a worker's shard by parameter name."""
     at, strategy = layout.coord(rank), layout.strategy
-    layers, number = stages(strategy.pp)[at.pp], strategy.shard_number(at.dp, at.tp)
+    layers, number = stages(strategy.pp, strategy.vpp)[at.pp], strategy.shard_number(at.dp, at.tp)
     boxes = {s.name: numbered_box(s, strategy.cuts, number) for s in specs if s.is_in(layers)}
     return {name: box for name, box in boxes.items() if box is not None}
 
@@ -70,7 +71,7 @@ def plan_realloc(
     once. Data-parallel replicas hold and need the same boxes, so planning time grows with the number of parameters and
     the number of workers, but not with their product.
     """
-    src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
+    src_layers, dst_layers = (stages(some.strategy.pp, some.strategy.vpp) for some in (src, dst))
     groups: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
     for spec in specs:
         held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
@@ -101,7 +102,7 @@ def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
 
 def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
     """Return the total (elements, boxes) that ``plan_realloc`` moves, by source and destination shards."""
-    both = stages(src.pp), stages(dst.pp)  # equal layers in the same stages are computed once
+    both = [stages(some.pp, some.vpp) for some in (src, dst)]  # equal layers in the same stages are computed once
     n_equal: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[TPSplit, int], ...]]] = Counter()
     for layers, splits in kinds:
         held_by, needed_by = (tuple(p for p, own in enumerate(some) if any(at in own for at in layers))

@@ -40,7 +40,7 @@ def checkpoint_size(cost: CostModel, plan: ExecutionPlan) -> CheckpointSize:
         layout = home_layout(cost.graph, plan, role)
         strategy = layout.strategy
         weights, state = _bytes_per_parameter(cost, role)
-        numels = shard_numels(cost.models[role], strategy.weight_tp, strategy.pp, strategy.ep)
+        numels = shard_numels(cost.models[role], strategy)
         updated = updated_numels(cost.models[role], strategy)
         for pp, dp, tp in product(range(strategy.pp), range(strategy.dp), range(strategy.tp)):
             rank, numel = layout.rank(Coord(pp, dp, tp)), numels[pp]

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache, partial
 
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
-from realhf.api.config.choices import Backend, Recompute
+from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -30,6 +30,7 @@ from realhf.plan.cost.speed import (
     StageShard,
     Traffic,
     Work,
+    chunk_shards,
     expert_numels,
     itemsize,
     optimizer_bytes,
@@ -37,6 +38,7 @@ from realhf.plan.cost.speed import (
     stage_shards,
     updated_numels,
 )
+from realhf.plan.cost.token_exchange import with_exchanges
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 from realhf.plan.cost.zero import NO_LAYERS, LayerCollectives, layer_numels
 
@@ -156,7 +158,7 @@ class CostModel:
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
         strategy = layout.strategy
-        numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(self.models[role], strategy))
         seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
@@ -170,6 +172,14 @@ class CostModel:
         shards = stage_shards(self.models[mfc.role], self._role(mfc, placement), layout.strategy)
         return [(s, tuple(layout.rank(Coord(p, dp, t)) for t in range(s.tp))) for p, s in enumerate(shards)]
 
+    def _chunks(self, mfc: MFC, placement: Placement, dp: int) -> Stages:
+        """Return the shard and the tensor-parallel group of each chunk of layers; a stage may have several."""
+        assert mfc.role is not None
+        layout = placement.layout
+        groups = [ranks for _, ranks in self._stages(mfc, placement, dp)]
+        shards = chunk_shards(self.models[mfc.role], self._role(mfc, placement), layout.strategy)
+        return [*zip(shards, groups * layout.strategy.vpp, strict=True)]
+
     def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
         """Seconds to send activations to the next stage (from the last: to the previous); ``sp``: sequence parallel."""
         shard, ranks = stages[stage]
@@ -181,7 +191,8 @@ class CostModel:
         if not rows[0]:
             return NO_COST
         assert mfc.role is not None
-        trains, tp, stages = mfc.is_train, placement.layout.strategy.tp, self._stages(mfc, placement, dp)
+        trains, strategy, stages = mfc.is_train, placement.layout.strategy, self._chunks(mfc, placement, dp)
+        tp, pp, vpp = strategy.tp, strategy.pp, strategy.vpp
         works = mfc_works(mfc, self.models[mfc.role], placement, rows, self.workload, self.share_prompts)
         schedule = train_schedule if trains else inference_schedule
         seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
@@ -189,11 +200,8 @@ class CostModel:
         n, counts = len(stages), Counter(works)
         times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
-        if placement.layout.strategy.context:
-            times = {work: [self._with_keys(placement.layout, work, *stage, *seconds) for stage, seconds in
-                     zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
-        if placement.layout.strategy.expert_dp > 1:
-            times = {work: [self._with_exchange(placement.layout, work, *stage, *seconds) for stage, seconds in
+        if strategy.expert_dp > 1 or strategy.context:
+            times = {work: [with_exchanges(self.speed, placement.layout, work, *stage, seconds) for stage, seconds in
                      zip(stages, of_stages, strict=True)] for work, of_stages in times.items()}  # fmt: skip
         if (layers := self._layer_collectives(mfc, placement.layout, stages)) is not None:
             shards = [shard for shard, _ in stages]
@@ -205,45 +213,23 @@ class CostModel:
         sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in counts}
         if len(counts) == 1:
             forward, backward = zip(*times[works[0]], strict=True)
-            seconds = uniform_makespan(schedule, len(works), forward, backward, sends[works[0]])
+            seconds = uniform_makespan(schedule, len(works), forward, backward, sends[works[0]], vpp)
         else:
-            steps = [schedule(stage, n, len(works)) for stage in range(n)]
+            steps = [schedule(stage, pp, len(works), vpp) for stage in range(pp)]
             forward_s = lambda s, i: times[works[i]][s][0]
             backward_s = lambda s, i: times[works[i]][s][1]
             seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
         return Cost(seconds, busy * tp)
 
-    def _with_exchange(
-        self, layout: Layout, work: Work, shard: StageShard, ranks: Sequence[int], forward: float, backward: float
-    ) -> tuple[float, float]:
-        """Add the exchange of tokens among replicas that divide experts: one way and back, in every routed block."""
-        rows = work.tokens * shard.model.experts_per_token / shard.tp
-        replicas, nbytes = layout.axis("ep", ranks[0]), rows * shard.model.hidden * shard.itemsize
-        numbers, tokens = (self.speed.collective(CollectiveKind.ALL_TO_ALL, size, replicas)
-                           for size in (8.0 * shard.model.n_experts, nbytes))  # fmt: skip
-        once = shard.n_expert_blocks * (numbers + 2 * tokens)
-        again = once if shard.recompute is Recompute.full else 0.0
-        return forward + once, backward + (again + shard.n_expert_blocks * 2 * tokens if backward else 0.0)
-
-    def _with_keys(
-        self, layout: Layout, work: Work, shard: StageShard, ranks: Sequence[int], forward: float, backward: float
-    ) -> tuple[float, float]:
-        """Add the gathering of all keys and values in every block, and the reduction of their gradients."""
-        members, tokens = layout.axis("tp", ranks[0]), work.tokens * layout.strategy.tp
-        nbytes = tokens * 2 * shard.model.n_kv_heads * shard.model.head_dim * shard.itemsize
-        gather, reduce = (shard.n_blocks * self.speed.collective(kind, nbytes, members)
-                          for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER))  # fmt: skip
-        again = gather if shard.recompute is Recompute.full else 0.0
-        return forward + gather, backward + (again + reduce if backward else 0.0)
-
     def _layer_collectives(self, mfc: MFC, layout: Layout, stages: Stages) -> list[LayerCollectives] | None:
-        """Return the collectives of each stage's layers in a pass; None without ZeRO-2 and ZeRO-3."""
+        """Return the collectives of each chunk's layers in a pass; None without ZeRO-2 and ZeRO-3."""
         assert mfc.role is not None
         role, strategy = self.roles[mfc.role], layout.strategy
         stage = role.zero_stage(strategy)
         if stage == 1 or (stage == 2 and not mfc.is_train):
             return None
-        numels, found = layer_numels(self.models[mfc.role], strategy.weight_tp, strategy.pp), list[LayerCollectives]()
+        by_chunk = replace(strategy, pp=strategy.pp * strategy.vpp, vpp=1)
+        numels, found = layer_numels(self.models[mfc.role], by_chunk), list[LayerCollectives]()
         for (_, ranks), of_stage in zip(stages, numels, strict=True):
             replicas = layout.axis("dp", ranks[0])
             gathered = of_stage.map(partial(self._collective, CollectiveKind.ALL_GATHER, replicas, itemsize(role)))
@@ -277,7 +263,7 @@ class CostModel:
         """
         strategy = layout.strategy
         experts, updated = expert_numels(shard.model, strategy)[stage], updated_numels(shard.model, strategy)[stage]
-        numel = shard_numels(shard.model, strategy.weight_tp, strategy.pp, strategy.ep)[stage] - experts
+        numel = shard_numels(shard.model, strategy)[stage] - experts
         replicas, same_experts = (layout.axis(axis, group[0]) for axis in ("replicas", "edp"))
         seconds = self.speed.optimizer(shard, int(updated))
         if role.spec.optimizer.offload is True:  # copies in both directions overlap
@@ -340,7 +326,8 @@ def mfc_works(
     mfc: MFC, model: ModelConfig, placement: Placement, rows: Rows, workload: Workload, share_prompts: bool
 ) -> tuple[Work, ...]:
     """Return the micro-batches of an inference or training call, at least as many as its pipeline needs."""
-    (ids, lengths), pp, limits = rows, placement.layout.strategy.pp, placement.micro_batching
+    (ids, lengths), limits, strategy = rows, placement.micro_batching, placement.layout.strategy
+    pp, multiple_of = strategy.pp, strategy.pp if mfc.is_train and strategy.vpp > 1 else 1
     min_mbs = 2 * pp if mfc.is_train and pp > 1 else pp
     if limits.n_mbs < min_mbs:
         limits = replace(limits, n_mbs=min_mbs)
@@ -348,7 +335,7 @@ def mfc_works(
     prompts = workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
     strategy = placement.layout.strategy
     share = share and not strategy.context
-    works = works_of(ids if share_prompts else (), lengths, limits, prompts, share)
+    works = works_of(ids if share_prompts else (), lengths, limits, prompts, share, multiple_of)
     return tuple(work.divided(strategy.tp) for work in works) if strategy.context else works
 
 
@@ -359,14 +346,15 @@ def works_of(
     limits: MicroBatching,
     prompts: tuple[int, ...] = (),
     share_prompts: bool = False,
+    multiple_of: int = 1,
 ) -> tuple[Work, ...]:
     """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
 
     With ``ids``, rows of a prompt are put into the same micro-batch if possible; with ``share_prompts`` too, the prompt
-    is computed once for all of them.
+    is computed once for all of them. The number of micro-batches is a ``multiple_of`` another one if possible.
     """
     works = []
-    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids)):
+    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids), multiple_of=multiple_of):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:

@@ -16,6 +16,7 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.arch.hot_adapters import merge_reason, padded_rank
 from realhf.arch.quantization import largest_product_nbytes
+from realhf.plan.compile.pipeline import Backward, Forward, train_schedule
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
 from realhf.plan.cost.speed import (
@@ -23,6 +24,7 @@ from realhf.plan.cost.speed import (
     StageShard,
     Work,
     base_bytes,
+    chunk_shards,
     itemsize,
     model_itemsize,
     optimizer_bytes,
@@ -89,18 +91,18 @@ class MemoryModel:
 
     def _stored_numel(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the number of parameters that a role owns per device at the largest stage."""
-        numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(self.models[role], strategy))
         return numel / strategy.dp if strategy.zero3 else numel
 
     def base(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of the frozen weights below a role's adapters per device at the largest stage."""
         size = model_itemsize(self.roles[role])
-        return float(max(base_bytes(self.models[role], strategy.weight_tp, strategy.pp, size, strategy.ep)))
+        return float(max(base_bytes(self.models[role], strategy, size)))
 
     def model(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's whole model per device at the largest stage."""
         config = replace(self.models[role], lora=None)
-        numel = max(shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(config, strategy))
         return float(numel * model_itemsize(self.roles[role]))
 
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
@@ -118,7 +120,7 @@ class MemoryModel:
         """
         bf16 = self.roles[role].spec.bf16
         config = self.models[role]
-        numel = max(shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep))
+        numel = max(shard_numels(config, strategy))
         updated, weights = max(updated_numels(config, strategy)), self.weights(role, strategy)
         weights += self.base(role, strategy) if with_base else 0.0
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
@@ -153,7 +155,8 @@ class MemoryModel:
             case Kind.TRAIN:
                 rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
                 work = self._largest(mfc, placement, rows)
-                activations = max(pipelined_bytes(self.footprint, shards, work))
+                chunks = chunk_shards(config, role, strategy)
+                activations = max(pipelined_bytes(self.footprint, chunks, work, strategy.vpp))
                 return common + Bytes(activations=activations, optimizer=self._chunks(mfc.role, role, strategy))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
@@ -168,7 +171,7 @@ class MemoryModel:
     def _layers(self, mfc: MFC, strategy: ParallelStrategy) -> float:
         """Return the bytes of the layers that a pass has in memory with ZeRO-2 or ZeRO-3, at the largest stage."""
         assert mfc.role is not None
-        role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy.weight_tp, strategy.pp)
+        role, stages = self.roles[mfc.role], layer_numels(self.models[mfc.role], strategy)
         return max(sharded_layer_bytes(layers, itemsize(role), role.zero_stage(strategy), mfc.is_train)
                    for layers in stages)  # fmt: skip
 
@@ -201,7 +204,8 @@ class MemoryModel:
             if mfc.role is None or (lora := self.models[mfc.role].lora) is None:
                 continue
             spec, layout = self.roles[mfc.role].spec, plan[mfc.name].layout
-            key = spec.path, spec.config, lora.bits, lora.group_size, layout.strategy.cuts, layout.strategy.pp
+            cuts = layout.strategy.cuts, layout.strategy.pp, layout.strategy.vpp
+            key = spec.path, spec.config, lora.bits, lora.group_size, cuts
             for rank in layout.mesh.ranks:
                 found[rank][key] = max(found[rank].get(key, 0.0), self.base(mfc.role, layout.strategy))
         return {rank: Bytes(weights=sum(bases.values())) for rank, bases in found.items()}
@@ -226,7 +230,7 @@ class MemoryModel:
             return 0.0
         adapters, lora = 0.0, self.models[role].lora
         if lora is not None and self._serves_adapters(role):  # with zeros up to vLLM's rank, and as they were loaded
-            numel = max(shard_numels(self.models[role], strategy.weight_tp, strategy.pp, strategy.ep))
+            numel = max(shard_numels(self.models[role], strategy))
             adapters = numel * (padded_rank(lora.rank) / lora.rank + 1) * model_itemsize(self.roles[role])
         return self.model(role, strategy) + adapters + self.server_cache
 
@@ -268,10 +272,25 @@ class MemoryModel:
         return Bytes(activations=work, kv_cache=float(cache * n_cached), buffers=logits)
 
 
-def pipelined_bytes(footprint: Footprint, shards: Sequence[StageShard], work: Work) -> list[float]:
-    """Return the peak of activations per stage: with 1F1B, stage ``s`` has ``pp - s`` micro-batches in flight."""
-    stages = enumerate(footprint.train_bytes(shard, work) for shard in shards)
-    return [(len(shards) - stage - 1) * kept + peak for stage, (kept, peak) in stages]
+def pipelined_bytes(footprint: Footprint, chunks: Sequence[StageShard], work: Work, n_chunks: int = 1) -> list[float]:
+    """Return the peak of activations per stage, which has ``n_chunks`` of the ``chunks`` of layers of the model.
+
+    With one chunk, stage ``s`` has ``pp - s`` micro-batches in flight (1F1B).
+    """
+    n_stages, peaks = len(chunks) // n_chunks, list[float]()
+    sizes = [footprint.train_bytes(chunk, work) for chunk in chunks]
+    for stage in range(n_stages):
+        in_flight = most = 0.0
+        for step in train_schedule(stage, n_stages, 2 * n_stages, n_chunks):  # more micro-batches need no more
+            kept, peak = sizes[step.chunk * n_stages + stage]
+            if isinstance(step, Forward):
+                most = max(most, in_flight + peak)
+                in_flight += kept
+            elif isinstance(step, Backward):
+                in_flight -= kept
+                most = max(most, in_flight + peak)
+        peaks.append(most)
+    return peaks
 
 
 def sharded_layer_bytes(layers: PerLayer, itemsize: int, zero_stage: int, trains: bool) -> float:

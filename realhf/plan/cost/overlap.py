@@ -66,8 +66,8 @@ def numel_after_backward(config: ModelConfig, strategy: ParallelStrategy, stage:
 
     These are the embedding's, those of the stage's first block, and all that several workers of a replica sum.
     """
-    layers = stage_layers(config, strategy.pp)[stage]
-    first_block = max(layers.start, 1)
+    layers = stage_layers(config, strategy.pp, strategy.vpp)[stage]
+    first_block = max(min(layers), 1)
     return sum(
         box_numel(shard_box(spec, strategy.weight_tp, 0))
         for spec in own_specs(config)

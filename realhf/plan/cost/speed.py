@@ -1,6 +1,6 @@
 """Amounts of work, shards of models, and what they need on a machine: ``Speed`` (seconds) and ``Footprint`` (bytes)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -12,7 +12,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_numel, largest_box
 from realhf.arch.lora import own_specs
-from realhf.arch.param_specs import stage_layers
+from realhf.arch.param_specs import chunk_layers, stage_layers
 from realhf.arch.quantization import base_nbytes
 
 
@@ -123,13 +123,25 @@ Stages = Sequence[tuple[StageShard, tuple[int, ...]]]  # shard and tensor-parall
 
 
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
+    """Return what a worker of each stage has of a model."""
+    return _shards(config, role, strategy, stage_layers(config, strategy.pp, strategy.vpp))
+
+
+def chunk_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
+    """Return what a worker has of each chunk of layers; chunk c is on stage c modulo the number of stages."""
+    return _shards(config, role, strategy, chunk_layers(config, strategy.pp * strategy.vpp))
+
+
+def _shards(
+    config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy, parts: Sequence[Collection[int]]
+) -> tuple[StageShard, ...]:
     spec, last, tp = role.spec, config.n_layers + 1, strategy.weight_tp
     return tuple(
         StageShard(config, tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
                    last=last in layers, bf16=bool(spec.bf16), recompute=spec.recompute,
                    sequence_parallel=spec.sequence_parallel and tp > 1,
                    tp_overlap=spec.tp_overlap is True and tp > 1 and config.lora is None, ep=strategy.ep)
-        for layers in stage_layers(config, strategy.pp)
+        for layers in parts
     )  # fmt: skip
 
 
@@ -148,40 +160,42 @@ def optimizer_bytes(role: RoleSpec) -> int:
     return 12 if itemsize(role) == 2 else 8
 
 
-def shard_numels(config: ModelConfig, tp: int, pp: int, ep: int = 1) -> tuple[int, ...]:
+def shard_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, ...]:
     """Return, per stage, the parameters that a role owns; those of the largest shard.
 
     With LoRA these are the adapters.
     """
-    return _numels(config, own_specs(config), tp, pp, ep)
+    return _numels(config, own_specs(config), strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
 
 
 def expert_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, ...]:
     """Return, per stage, those of ``shard_numels`` that fewer replicas hold than the others: divided experts."""
     experts = tuple(spec for spec in own_specs(config) if spec.is_expert and strategy.expert_dp > 1)
-    return _numels(config, experts, strategy.weight_tp, strategy.pp, strategy.ep)
+    return _numels(config, experts, strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
 
 
 def updated_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[float, ...]:
     """Return, per stage, the parameters that a worker updates: equal ranges of what its replicas hold."""
-    both = zip(
-        shard_numels(config, strategy.weight_tp, strategy.pp, strategy.ep), expert_numels(config, strategy), strict=True
-    )
+    both = zip(shard_numels(config, strategy), expert_numels(config, strategy), strict=True)
     return tuple((total - experts + experts * strategy.expert_dp) / strategy.weight_dp for total, experts in both)
 
 
-@lru_cache(maxsize=4096)
-def base_bytes(config: ModelConfig, tp: int, pp: int, itemsize: int, ep: int = 1) -> tuple[int, ...]:
+def base_bytes(config: ModelConfig, strategy: ParallelStrategy, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of the frozen weights per stage below LoRA adapters; zeros without adapters."""
-    return tuple(base_nbytes(config, tp, layers, itemsize, ep) for layers in stage_layers(config, pp))
+    return _base_bytes(config, itemsize, strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
 
 
 @lru_cache(maxsize=4096)
-def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int, ep: int) -> tuple[int, ...]:
-    return stage_numels(specs, tp, stage_layers(config, pp), ep)
+def _base_bytes(config: ModelConfig, itemsize: int, tp: int, pp: int, ep: int, vpp: int) -> tuple[int, ...]:
+    return tuple(base_nbytes(config, tp, layers, itemsize, ep) for layers in stage_layers(config, pp, vpp))
 
 
-def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[range], ep: int = 1) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int, ep: int, vpp: int) -> tuple[int, ...]:
+    return stage_numels(specs, tp, stage_layers(config, pp, vpp), ep)
+
+
+def stage_numels(specs: Sequence[ParamSpec], tp: int, stages: Sequence[Container[int]], ep: int = 1) -> tuple[int, ...]:
     """Return the parameters of each stage, whose layers are given, in its largest shard."""
     totals = [0] * len(stages)
     for spec in specs:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from realhf.api.batch_meta import SCALAR_BYTES
 from realhf.api.layout import Layout, ParallelStrategy
@@ -134,7 +134,7 @@ def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -
 
 @lru_cache(maxsize=16384)
 def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> realloc.TransferSizes:
-    return realloc.transfer_sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
+    return realloc.transfer_sizes(_kinds(config), partial(stage_layers, config), src, dst)
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, shard_box
 from realhf.arch.lora import own_specs
@@ -29,10 +30,14 @@ class PerLayer:
 NO_LAYERS = PerLayer(0.0, 0.0, 0.0)
 
 
-@lru_cache(maxsize=1024)
-def layer_numels(config: ModelConfig, tp: int, pp: int) -> tuple[PerLayer, ...]:
+def layer_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[PerLayer, ...]:
     """Return the parameters that a role owns by layer, per stage, on the first tensor-parallel rank."""
-    last, stages = config.n_layers + 1, stage_layers(config, pp)
+    return _layer_numels(config, strategy.weight_tp, strategy.pp, strategy.vpp)
+
+
+@lru_cache(maxsize=1024)
+def _layer_numels(config: ModelConfig, tp: int, pp: int, vpp: int) -> tuple[PerLayer, ...]:
+    last, stages = config.n_layers + 1, stage_layers(config, pp, vpp)
     numels = dict.fromkeys(range(last + 1), 0)
     for spec in own_specs(config):
         numels[spec.layer] += box_numel(shard_box(spec, tp, 0))

@@ -13,8 +13,8 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
+from realhf.plan.compile.call_degrees import chunk_layouts, expert_layouts
 from realhf.plan.compile.check import layouts
-from realhf.plan.compile.experts import expert_layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
@@ -264,18 +264,26 @@ class Planner:
         for mfc in self.graph.mfcs:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
             required = {start[mfc.name] for start in starts}
-            by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
+            by_mesh: dict[tuple[int, ...], dict[Layout, Candidate]] = {}
             roles, node_size = self.calls.cost.roles, self.cluster.node_size
             possible = (one for layout in layouts(self.n_workers, node_size, config)
                         for found in zero3_layouts(mfc, layout, roles)
                         for one in expert_layouts(mfc, found, config, roles.get(mfc.role or ""), node_size)
                         if mfc.name not in self.calls.served or one.strategy.pp == one.strategy.ep == 1)  # fmt: skip
-            for layout in dict.fromkeys([*possible, *required]):
-                with suppress(ValueError):  # a profile may lack some of them
-                    by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
-            chosen = [c for some in by_mesh.values() for c in self._select(mfc, some, required, share)]
+            for ways in [*(chunk_layouts(mfc, layout, config) for layout in possible), *([one] for one in required)]:
+                if (fastest := self._fastest(mfc, ways, share)) is not None:
+                    by_mesh.setdefault(ways[0].mesh.ranks, {})[fastest.placement.layout] = fastest
+            chosen = [c for some in by_mesh.values() for c in self._select(mfc, [*some.values()], required, share)]
             table[mfc.name] = [v for c in chosen for v in self.calls.variants(mfc, c.placement.layout, share)]
         return table
+
+    def _fastest(self, mfc: MFC, layouts: Sequence[Layout], share: float) -> Candidate | None:
+        """Return the fastest candidate, if possible one that fits; None if a profile lacks all of them."""
+        found, available = list[Candidate](), share * self.calls.capacity
+        for layout in layouts:
+            with suppress(ValueError):
+                found.append(self.calls.of(mfc, layout, share))
+        return min(found, key=lambda c: (c.bytes > available, c.cost.seconds), default=None)
 
     def _select(self, mfc: MFC, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
         least = lambda c: self.calls.variants(mfc, c.placement.layout, share)[-1].bytes

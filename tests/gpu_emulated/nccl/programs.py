@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def generate(layout: Layout, counts: Sequence[int]) -> Job:
 def reallocate(src: Layout, dst: Layout, in_place: bool) -> Job:
     """Move the parameters between two layouts; with ``in_place`` several receivers of an element relay it."""
     specs = param_specs(CONFIG)
-    routes = plan_realloc(specs, lambda pp: stage_layers(CONFIG, pp), src, dst)
+    routes = plan_realloc(specs, partial(stage_layers, CONFIG), src, dst)
     copies = [
         P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box, route.dsts))
         for route in routes

@@ -56,6 +56,21 @@ def test_training_inference_and_generation(stages: int, recorder: Recorder) -> N
     assert executed(recorder, stages, programs.generate(layout, [stages])) == adjacent(stages) | to_last
 
 
+def in_a_ring(n: int) -> Pairs:
+    return adjacent(n) | {(0, n - 1)}
+
+
+@pytest.mark.parametrize("text", ["p2v2", "p2v4", "p3v2", "p4v2"])
+def test_interleaved_stages(text: str, recorder: Recorder) -> None:  # noqa: F811
+    """Of two stages, activations and gradients of different chunks have the same direction."""
+    layout, untied = layout_of(text), replace(programs.CONFIG, tied_embedding=False)
+    stages = layout.strategy.pp
+    for n in train_counts(stages):
+        assert executed(recorder, stages, programs.train(layout, [n], untied)) == in_a_ring(stages)
+        assert executed(recorder, stages, programs.infer(layout, [n])) == in_a_ring(stages)
+    assert executed(recorder, stages, programs.train(layout, train_counts(stages))) == in_a_ring(stages)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", STAGES)
 def test_every_schedule_on_fresh_communicators(stages: int, recorder: Recorder) -> None:  # noqa: F811
@@ -83,6 +98,8 @@ LAYOUTS = [
     layout_of("t2p2", (1, 0, 2, 3)),
     layout_of("p4", (2, 0, 3, 1)),
     layout_of("d2t2p2", (1, 0, 2, 3, 6, 5, 4, 7)),
+    layout_of("p4v2", (2, 0, 3, 1)),
+    layout_of("t2p2v2", (1, 0, 2, 3)),
 ]
 
 
@@ -106,13 +123,13 @@ def small_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_reductions")
 def test_replicas_without_rows_reduce_in_the_same_order(recorder: Recorder) -> None:  # noqa: F811
-    for text in ("d3", "d2t2", "d2p2"):
+    for text in ("d3", "d2t2", "d2p2", "d2p2v2"):
         layout = layout_of(text)
         executed(recorder, len(layout.mesh.ranks), programs.train_with_limit(layout))
 
 
 @pytest.mark.usefixtures("small_reductions")
-@pytest.mark.parametrize("text", ["d3", "d2t2", "d2p2", "d3z3", "d2t2z3", "d2p2z3"])
+@pytest.mark.parametrize("text", ["d3", "d2t2", "d2p2", "d2p2v2", "d3z3", "d2t2z3", "d2p2z3", "d2p2v2z3"])
 def test_layers_are_gathered_and_reduced_in_the_same_order(text: str, recorder: Recorder) -> None:  # noqa: F811
     """Of ZeRO-2 and ZeRO-3, beside messages between stages and collectives of tensor parallelism."""
     layout = layout_of(text)
@@ -128,6 +145,7 @@ REALLOCATIONS = [
     (layout_of("t2p2"), layout_of("d2t2", (4, 5, 6, 7))),
     (layout_of("p8"), layout_of("d2t2p2", (1, 0, 2, 3, 6, 5, 4, 7))),
     (layout_of("d2t4"), layout_of("t2p4", tuple(reversed(range(8))))),
+    (layout_of("t2p4v2"), layout_of("p8")),
 ]
 
 

@@ -1,5 +1,6 @@
 """Snapshots of engines can be restored in any layout."""
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from realhf.models.transformer import Transformer
 from tests.models.tiny_models import hf_model
 
 EXPERTS = ("d1", "d2e2", "t2e2", "d2t2e4", "d4e2", "d2p2e2", "d2", "t2p2", "d2z3")
-STRATEGIES = ("d1", "d2", "t2", "p2", "d2t2", "t2p2", "d3z3", "d2t2z3", "d2p2z3", "c2", "d2c2", "c2p2")
+STRATEGIES = ("d1", "d2", "t2", "p2", "p2v2", "d2t2", "t2p2", "t2p2v2", "d3z3", "d2t2z3", "d2p2z3", "d2p2v2z3", "c2",
+              "d2c2", "c2p2")  # fmt: skip
 KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
 
 
@@ -78,6 +80,14 @@ def trained(folder: Path, layout: Layout, rank: int, bf16: bool, average: bool) 
 
 
 @pytest.fixture(scope="module")
+def deep_folder(actor_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.json of a model with enough layers for two chunks per stage."""
+    config, folder = json.loads((actor_folder / "config.json").read_text()), tmp_path_factory.mktemp("deep")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def routed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routed")
     hf_model("qwen3_moe_some").save_pretrained(folder)
@@ -85,7 +95,7 @@ def routed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("folder, strategies", [("actor_folder", STRATEGIES), ("routed_folder", EXPERTS)])
+@pytest.mark.parametrize("folder, strategies", [("deep_folder", STRATEGIES), ("routed_folder", EXPERTS)])
 def test_any_layout_restores_the_snapshot_of_any_other(
     folder: str, strategies: tuple[str, ...], bf16: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -74,7 +74,7 @@ def memory_job(rank: int, world: int) -> dict[str, tuple[int, int]]:
 def test_memory_falls_with_the_number_of_ranks(on_ranks: Callable[..., list[Any]]) -> None:
     """Weights, gradients and moments are 16 bytes per parameter; of whole layers few are in memory at a time."""
     answers = on_ranks(4, memory_job)
-    (layers,) = layer_numels(WIDE, 1, 1)
+    (layers,) = layer_numels(WIDE, ParallelStrategy())
     numel = layers.embedding + WIDE.n_layers * layers.block + layers.head
     two_layers = 2 * layers.block * 4
     assert layers.largest == layers.block

@@ -19,10 +19,12 @@ ACTOR = ModelConfig("llama", n_layers=3, hidden=24, n_heads=4, n_kv_heads=2, hea
                     max_positions=64)  # fmt: skip
 
 
-def plan(mode: str, n_gpus: int = 4, n_nodes: int = 1, **options: MFCConfig) -> ExecutionPlan:
+def plan(
+    mode: str, n_gpus: int = 4, n_nodes: int = 1, model: ModelConfig = ACTOR, **options: MFCConfig
+) -> ExecutionPlan:
     config = ExperimentConfig(allocation_mode=mode, n_gpus_per_node=n_gpus, n_nodes=n_nodes)
     calls = {m.name: options.get(m.name, MFCConfig()) for m in GRAPH.mfcs}
-    return allocate(GRAPH, config, calls, {"actor": ACTOR}, "cpu", {})
+    return allocate(GRAPH, config, calls, {"actor": model}, "cpu", {})
 
 
 def layouts(made: ExecutionPlan) -> list[str]:

@@ -10,8 +10,8 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan.compile.allocate import _as_options, _degrees
+from realhf.plan.compile.call_degrees import context_problem, of_call
 from realhf.plan.compile.check import nearest_strategy, strategy_problems
-from realhf.plan.compile.context import context_problem, of_call
 from realhf.plan.cost.speed import Work
 from tests.plan.compile.test_expert_parallel import call
 from tests.plan.compile.test_realloc import CONFIG
@@ -44,7 +44,8 @@ def test_what_calls_can_have() -> None:
     generate, train, infer = (call(kind) for kind in (Kind.GENERATE, Kind.TRAIN, Kind.INFERENCE))
     role = lambda **options: RoleSpec(ModelSpec(**options))
     assert "nearest legal: d2t2p1" in context_problem(generate, parse("d2c2"), role())
-    assert of_call(generate, parse("d2c2")) == parse("d2t2") and of_call(train, parse("d2c2")) == parse("d2c2")
+    assert of_call(generate, parse("d2c2"), CONFIG) == parse("d2t2")
+    assert of_call(train, parse("d2c2"), CONFIG) == parse("d2c2")
     for options in ({"zero_stage": 3}, {"zero_stage": 2}, {"backend": Backend.megatron}):
         assert "requires actor." in context_problem(train, parse("c2"), role(**options))
         assert context_problem(infer, parse("c2"), role(**options)) == ""
@@ -55,6 +56,8 @@ def test_options() -> None:
     assert _degrees(ParallelConfig(2, context_parallel_size=4)) == (parse("d2c4"), "")
     assert _degrees(ParallelConfig(2, 2, context_parallel_size=4))[1].startswith("context_parallel_size=4 replaces")
     assert _degrees(ParallelConfig(2, 2, 1, 4)) == (parse("d2t2e4"), "")
+    assert _degrees(ParallelConfig(1, 1, 2, 1, 2, 2)) == (parse("c2p2v2"), "")
+    assert _degrees(ParallelConfig(virtual_pipeline_parallel_size=2))[1].endswith("of at least 2")
     assert _degrees(ParallelConfig(2, 2, 1, 3)) == (parse("d2t2e2"), "expert_parallel_size=3 is none of 1, 2, 4")
     assert _degrees(ParallelConfig(2, 0))[1] == "parallel degrees must be positive, got d2t0p1"
     options = _as_options("ref_inf", ParallelConfig(), parse("d2c4"))

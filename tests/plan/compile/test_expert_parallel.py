@@ -1,6 +1,7 @@
 """Layouts that divide experts: boxes, reallocation at the lower bound, legal degrees, and what calls can have."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,21 +14,21 @@ from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy, expert_degrees
 from realhf.api.param_box import box_numel
 from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.plan.compile.call_degrees import expert_layouts, expert_problem, of_call
 from realhf.plan.compile.check import nearest_strategy, strategy_problems
-from realhf.plan.compile.experts import common_degree, expert_layouts, expert_problem
 from realhf.plan.compile.realloc import shard_boxes
 from tests.plan.compile.test_realloc import CONFIG, check
 from tests.scaling import examples
 
-ROUTED = replace(CONFIG, n_layers=2, dense_layers=(0,), n_experts=5, experts_per_token=2, expert_intermediate=8,
+ROUTED = replace(CONFIG, n_layers=4, dense_layers=(0,), n_experts=5, experts_per_token=2, expert_intermediate=8,
                  expert_bias=True, shared_intermediate=8)  # fmt: skip
-STAGES = {pp: stage_layers(ROUTED, pp) for pp in (1, 2)}
+STAGES = partial(stage_layers, ROUTED)
 
 
 def strategies(world: int = 8) -> list[ParallelStrategy]:
     """Return all strategies on up to ``world`` workers, with all degrees of expert parallelism up to 5."""
-    plain = [ParallelStrategy(dp, tp, pp) for pp in (1, 2) for tp in (1, 2, 4) for dp in range(1, world + 1)
-             if dp * tp * pp <= world]  # fmt: skip
+    plain = [ParallelStrategy(dp, tp, pp, vpp=vpp) for pp, vpp in ((1, 1), (2, 1), (2, 2)) for tp in (1, 2, 4)
+             for dp in range(1, world + 1) if dp * tp * pp <= world]  # fmt: skip
     found = []
     for strategy in plain:
         found += [replace(strategy, ep=ep) for ep in expert_degrees(strategy.dp, strategy.tp)]
@@ -48,7 +49,7 @@ def test_reallocation_at_the_lower_bound(data: st.DataObject) -> None:
     for strategy in data.draw(pairs):
         ranks = data.draw(st.permutations(range(data.draw(st.integers(8, 10)))))[: strategy.world]
         layouts.append(Layout(DeviceMesh(tuple(ranks)), strategy))
-    check(*layouts, specs=param_specs(ROUTED), stages=STAGES.__getitem__)
+    check(*layouts, specs=param_specs(ROUTED), stages=STAGES)
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=str)
@@ -56,7 +57,7 @@ def test_every_element_of_an_expert_is_on_as_many_workers_as_replicas(strategy: 
     layout = Layout(DeviceMesh(tuple(range(strategy.world))), strategy)
     held = dict.fromkeys((spec.name for spec in param_specs(ROUTED)), 0)
     for rank in layout.mesh.ranks:
-        for name, box in shard_boxes(param_specs(ROUTED), STAGES.__getitem__, layout, rank).items():
+        for name, box in shard_boxes(param_specs(ROUTED), STAGES, layout, rank).items():
             held[name] += box_numel(box)
     for spec in param_specs(ROUTED):
         if spec.is_expert:
@@ -73,7 +74,7 @@ def test_memory_of_experts_falls_with_their_degree() -> None:
         layout = Layout(DeviceMesh(tuple(range(8))), ParallelStrategy.parse(text))
         total = sum(spec.numel for spec in param_specs(model) if spec.is_expert)
         for rank in range(8):
-            boxes = shard_boxes(param_specs(model), STAGES.__getitem__, layout, rank)
+            boxes = shard_boxes(param_specs(model), STAGES, layout, rank)
             assert sum(box_numel(boxes[s.name]) for s in param_specs(model) if s.is_expert) * share == total, text
 
 
@@ -119,9 +120,9 @@ def test_what_calls_can_have() -> None:
         assert expert_problem(train, parse("d4t2e8"), role(**options))
         assert expert_problem(infer, parse("d4t2e8"), role(**options)) == ""
     assert expert_problem(train, parse("d4t2e2"), role(zero_stage=2)) == ""
-    assert common_degree(generate, parse("d4t2e8"), ROUTED) == parse("d4t2e2")
-    assert common_degree(train, parse("d4t2e8"), ROUTED) == parse("d4t2e8")
-    assert common_degree(train, parse("d4t2e8"), CONFIG) == common_degree(train, parse("d4t2e8"), None) == parse("d4t2")
+    assert of_call(generate, parse("d4t2e8"), ROUTED) == parse("d4t2e2")
+    assert of_call(train, parse("d4t2e8"), ROUTED) == parse("d4t2e8")
+    assert of_call(train, parse("d4t2e8"), CONFIG) == of_call(train, parse("d4t2e8"), None) == parse("d4t2")
 
 
 def test_layouts_of_the_planner() -> None:

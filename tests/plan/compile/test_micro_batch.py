@@ -34,6 +34,23 @@ def test_micro_batches(rows: list[tuple[int, int]], n_mbs: int, budget: int, who
         assert sum(map(len, owners)) == len(groups)
 
 
+@given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120), stages=st.integers(1, 5), whole=st.booleans())
+@settings(max_examples=examples(50))
+def test_numbers_of_micro_batches_are_multiples_of_the_stages(
+    rows: list[tuple[int, int]], n_mbs: int, budget: int, stages: int, whole: bool
+) -> None:
+    ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
+    lengths, limits = [length for _, length in rows], MicroBatching(n_mbs, budget)
+    parts = micro_batches(ids, lengths, limits, whole, multiple_of=stages)
+    n_groups = len({row.prompt for row in ids} if whole else ids)
+    assert sorted(i for part in parts for i in part) == list(range(len(rows))) and all(parts)
+    assert len(parts) % stages == 0 or len(parts) // stages * stages + stages > n_groups
+    plain = micro_batches(ids, lengths, limits, whole)
+    assert len(plain) <= len(parts) and (parts == plain or len(plain) % stages)
+    if not whole:
+        assert all(sum(lengths[i] for i in part) <= budget or len(part) == 1 for part in parts)
+
+
 def test_micro_batches_depend_only_on_lengths() -> None:
     lengths = [5, 3, 9, 3, 1]
     ids = [RowId(p, 0) for p in range(5)]

@@ -20,35 +20,36 @@ from realhf.plan.compile.pipeline import (
     StageStep,
     generation_schedule,
     inference_schedule,
+    max_in_flight,
     train_schedule,
 )
 from tests.scaling import examples
 
 N_STEPS = 4
-Message = tuple[str, int, int]  # content, micro-batch, destination stage
+Message = tuple[str, int, int]  # content, micro-batch, destination: a chunk of layers of the model; of tokens a stage
 
 
-def awaited(step: StageStep, stage: int) -> Message | None:
+def awaited(step: StageStep, stage: int, n_stages: int) -> Message | None:
     match step:
-        case RecvActivation(i):
-            return "activation", i, stage
-        case RecvGradient(i):
-            return "gradient", i, stage
+        case RecvActivation(i, chunk):
+            return "activation", i, chunk * n_stages + stage
+        case RecvGradient(i, chunk):
+            return "gradient", i, chunk * n_stages + stage
         case Advance(i):
             return "tokens", i, stage
     return None
 
 
-def sent(step: StageStep, stage: int, last: int) -> list[Message]:
+def sent(step: StageStep, stage: int, n_stages: int) -> list[Message]:
     match step:
-        case SendActivation(i):
-            return [("activation", i, stage + 1)]
-        case SendGradient(i):
-            return [("gradient", i, stage - 1)]
+        case SendActivation(i, chunk):
+            return [("activation", i, chunk * n_stages + stage + 1)]
+        case SendGradient(i, chunk):
+            return [("gradient", i, chunk * n_stages + stage - 1)]
         case SendTokens(i):
-            return [("tokens", i, other) for other in range(last)]
-        case Forward(i) if stage == last:
-            return [("tokens", i, last)]
+            return [("tokens", i, other) for other in range(n_stages - 1)]
+        case Forward(i) if stage == n_stages - 1:
+            return [("tokens", i, stage)]
     return []
 
 
@@ -61,7 +62,7 @@ def play(schedules: Sequence[Sequence[StageStep]]) -> list[list[int]]:
     messages: dict[Message | None, deque[int]] = defaultdict(deque, {None: deque()})
     starts: list[list[int]] = [[] for _ in schedules]
     while any(todo):
-        waiting_for = {stage: awaited(steps[0], stage) for stage, steps in enumerate(todo) if steps}
+        waiting_for = {stage: awaited(steps[0], stage, len(todo)) for stage, steps in enumerate(todo) if steps}
         ready = {stage: message for stage, message in waiting_for.items() if message is None or messages[message]}
         assert ready, f"deadlock: {waiting_for}"
         for stage, message in ready.items():
@@ -71,9 +72,113 @@ def play(schedules: Sequence[Sequence[StageStep]]) -> list[list[int]]:
             if isinstance(step, Forward):
                 starts[stage].append(now[stage])
             now[stage] += isinstance(step, Forward | Backward)
-            for message_out in sent(step, stage, len(schedules) - 1):
+            for message_out in sent(step, stage, len(schedules)):
                 messages[message_out].append(now[stage])
     return starts
+
+
+Pipelines = st.tuples(st.integers(2, 8), st.integers(1, 4), st.integers(0, 40))  # stages, chunks, micro-batches
+
+
+def interleaved(train: bool, n_stages: int, n_chunks: int, n: int) -> list[tuple[StageStep, ...]]:
+    schedule = train_schedule if train else inference_schedule
+    return [schedule(stage, n_stages, n, n_chunks) for stage in range(n_stages)]
+
+
+@settings(max_examples=examples(60))
+@given(Pipelines, st.booleans())
+def test_messages_of_a_pair_have_the_same_order_at_both_ends(pipeline: tuple[int, int, int], train: bool) -> None:
+    schedules = interleaved(train, *pipeline)
+    n_stages = len(schedules)
+    posted: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for stage, steps in enumerate(schedules):
+        for step in steps:
+            for message in sent(step, stage, n_stages):
+                if message[0] != "tokens":
+                    posted[stage, message[2] % n_stages].append(message)
+            if message := awaited(step, stage, n_stages):
+                source = (stage + (1 if message[0] == "gradient" else -1)) % n_stages
+                received[source, stage].append(message)
+    assert posted == received
+    assert sum(map(len, posted.values())) == (1 + train) * pipeline[2] * (n_stages * pipeline[1] - 1)
+
+
+@settings(max_examples=examples(60))
+@given(Pipelines)
+def test_every_pass_of_a_chunk_is_made_once_and_activations_are_limited(pipeline: tuple[int, int, int]) -> None:
+    n_stages, n_chunks, n_micro = pipeline
+    schedules = interleaved(True, *pipeline)
+    play(schedules)
+    for stage, steps in enumerate(schedules):
+        passes = [(i, chunk) for chunk in range(n_chunks) for i in range(n_micro)]
+        for kind in (Forward, Backward):
+            assert sorted((s.micro_batch, s.chunk) for s in steps if isinstance(s, kind)) == sorted(passes)
+        held, most = set[tuple[int, int]](), 0
+        for step in steps:
+            if isinstance(step, Forward):
+                held.add((step.micro_batch, step.chunk))
+            elif isinstance(step, Backward):
+                held.remove((step.micro_batch, step.chunk))  # its forward pass was before
+            most = max(most, len(held))
+        # Narayanan et al. 2021: (n_stages - stage - 1) * 2 + (n_chunks - 1) * n_stages ahead, then one in turn
+        assert most == min(max_in_flight(stage, n_stages, n_chunks), n_micro * n_chunks) or n_micro % n_stages
+        assert most <= min(max_in_flight(stage, n_stages, n_chunks), n_micro * n_chunks)
+        if n_chunks > 1:
+            assert max_in_flight(stage, n_stages, n_chunks) == (n_stages - stage) * 2 + (n_chunks - 1) * n_stages - 1
+        last_passes = [s.chunk for s in steps if isinstance(s, Backward) and s.micro_batch == n_micro - 1]
+        assert last_passes == [*reversed(range(n_chunks))] or n_micro == 0
+
+
+def blocks(schedules: Sequence[Sequence[StageStep]], most_sends: int) -> bool:
+    """Return True if stages block one another where each may have ``most_sends`` messages that are not received.
+
+    A stage with more of them makes no step until the oldest has been received.
+    """
+    n_stages, at = len(schedules), [0] * len(schedules)
+    in_flight: list[deque[Message]] = [deque() for _ in schedules]
+    received = set[Message]()
+    progressed = True
+    while progressed:
+        progressed = False
+        for stage, steps in enumerate(schedules):
+            while at[stage] < len(steps):
+                while in_flight[stage] and in_flight[stage][0] in received:
+                    in_flight[stage].popleft()
+                step = steps[at[stage]]
+                message, source = awaited(step, stage, n_stages), -1
+                if message is not None:
+                    source = (stage + (1 if message[0] == "gradient" else -1)) % n_stages
+                if len(in_flight[stage]) > most_sends or (message and message not in in_flight[source]):
+                    break
+                received |= {message} if message else set()
+                in_flight[stage] += [message for message in sent(step, stage, n_stages) if message[0] != "tokens"]
+                at[stage] += 1
+                progressed = True
+    return any(position < len(steps) for position, steps in zip(at, schedules, strict=True))
+
+
+@settings(max_examples=examples(40))
+@given(Pipelines)
+def test_a_few_sends_that_are_not_received_do_not_block(pipeline: tuple[int, int, int]) -> None:
+    """The pipeline waits for all but ``2 * n_stages`` sends in training, and all but 2 in inference."""
+    assert not blocks(interleaved(True, *pipeline), 2 * pipeline[0]) and not blocks(interleaved(False, *pipeline), 2)
+
+
+def test_sends_that_wait_for_their_receives_block() -> None:
+    assert blocks(interleaved(True, 4, 2, 8), 0) and blocks(interleaved(False, 4, 2, 8), 0)
+
+
+def test_interleaved_training_with_two_stages() -> None:
+    shown = [(type(step).__name__, step.micro_batch, step.chunk) for step in train_schedule(1, 2, 2, 2)]
+    assert shown == [
+        ("RecvActivation", 0, 0), ("Forward", 0, 0), ("SendActivation", 0, 0),
+        ("RecvActivation", 1, 0), ("Forward", 1, 0), ("SendActivation", 1, 0),
+        ("RecvActivation", 0, 1), ("Forward", 0, 1), ("Backward", 0, 1), ("SendGradient", 0, 1),
+        ("RecvActivation", 1, 1), ("Forward", 1, 1), ("Backward", 1, 1), ("SendGradient", 1, 1),
+        ("RecvGradient", 0, 0), ("Backward", 0, 0), ("SendGradient", 0, 0),
+        ("RecvGradient", 1, 0), ("Backward", 1, 0), ("SendGradient", 1, 0),
+    ]  # fmt: skip
 
 
 @settings(max_examples=examples(50))

@@ -1,6 +1,7 @@
 """Reallocation between all pairs of layouts on up to eight workers, executed with NumPy."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,24 +15,22 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import BoxCopy, Stages, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig(
-    "llama", n_layers=3, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8
+    "llama", n_layers=4, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8
 )
 SPECS = tuple(
     s for s in param_specs(CONFIG) if not s.name.endswith(("wv", "gate", "mlp_norm.weight"))
 )  # sharded like others
-STAGES = {pp: stage_layers(CONFIG, pp) for pp in (1, 2, 3)}
+STAGES = {(pp, vpp): stage_layers(CONFIG, pp, vpp) for pp, vpp in ((1, 1), (2, 1), (3, 1), (2, 2))}
 STRATEGIES = [
-    ParallelStrategy(dp, tp, pp)
-    for pp in STAGES for tp in range(1, 9) for dp in range(1, 9) if dp * tp * pp <= 8
+    ParallelStrategy(dp, tp, pp, vpp=vpp)
+    for pp, vpp in STAGES for tp in range(1, 9) for dp in range(1, 9) if dp * tp * pp <= 8
 ]  # fmt: skip
-CONTEXT = [
-    ParallelStrategy(dp, tp, pp, context=True) for pp in STAGES for tp in (2, 4) for dp in (1, 2) if dp * tp * pp <= 8
-]
+CONTEXT = [replace(strategy, context=True) for strategy in STRATEGIES if strategy.tp > 1]
 SHARDED = [strategy.with_zero3(True) for strategy in STRATEGIES if strategy.dp > 1]
 
 
-def stages(pp: int) -> tuple[range, ...]:
-    return STAGES[pp]
+def stages(pp: int, vpp: int) -> tuple[frozenset[int], ...]:
+    return STAGES[pp, vpp]
 
 
 def meshes(src: int, dst: int) -> list[tuple[range, range]]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.api.execution_plan import ExecutionPlan
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Link
 from realhf.plan.cost.checkpoint import VERIFY_BYTES_PER_S, checkpoint_size, checkpoint_times, restore_seconds
 from realhf.plan.cost.cost import CostModel
@@ -26,7 +27,7 @@ def test_actor_and_critic_are_written_once(
 ) -> None:
     cost, plan = sized(strategy, bf16)
     size = checkpoint_size(cost, plan)
-    numels = [shard_numels(cost.models[role], tp, pp) for role in ("actor", "critic")]
+    numels = [shard_numels(cost.models[role], ParallelStrategy(tp=tp, pp=pp)) for role in ("actor", "critic")]
     assert size.total == tp * (weights + state) * sum(map(sum, numels))
     stages = [sum(of_stage) for of_stage in zip(*numels, strict=True)]
     assert size.written == max(stages) * (weights + state / dp)

@@ -11,6 +11,7 @@ from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, OptimizerConfig
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Cost, Hardware, Link, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
@@ -18,7 +19,7 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.arch.flops import forward_flops
 from realhf.arch.param_specs import param_specs
 from realhf.plan.compile.schedule import TrainSchedule
-from realhf.plan.cost.cost import BatchRows, CostModel, works_of
+from realhf.plan.cost.cost import BatchRows, CostModel, mfc_works, works_of
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.machines.roofline import Roofline
@@ -89,7 +90,7 @@ def test_gradients_of_divided_experts_are_summed_over_fewer_replicas() -> None:
 def test_offloaded_optimizer_state_takes_the_time_of_the_bus(bf16: bool) -> None:
     bus = replace(TOY, host=Link(bandwidth=1e6, latency=0.0))
     kept, offloaded = (cost_model(bus, bf16=bf16, optimizer=OptimizerConfig(offload=o)) for o in (False, True))
-    numel = shard_numels(LLAMA, 1, 1)[0]
+    numel = shard_numels(LLAMA, ParallelStrategy())[0]
     (part,) = stage_shards(LLAMA, kept.roles["actor"], layout("d1").strategy)
     more = numel * (12 if bf16 else 8) / 1e6 - kept.speed.optimizer(part, numel)
     assert more > 0
@@ -102,7 +103,7 @@ def test_data_parallelism_divides_arithmetic_and_adds_collectives(dp: int) -> No
     alone = seconds(cost_model(), "actor_train", "d1")
     assert seconds(cost_model(), "actor_train", f"d{dp}") == pytest.approx(alone / dp)
     linked = replace(COMPUTE_ONLY, node=TOY.node)
-    numel, ranks, speed = shard_numels(LLAMA, 1, 1)[0], tuple(range(dp)), Roofline(linked)
+    numel, ranks, speed = shard_numels(LLAMA, ParallelStrategy())[0], tuple(range(dp)), Roofline(linked)
     step = speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, ranks)
     step += speed.collective(CollectiveKind.ALL_GATHER, 4 * numel, ranks)
     step += speed.collective(CollectiveKind.ALL_REDUCE, 8, ranks)  # the norm
@@ -124,6 +125,37 @@ def test_equal_stages_have_the_bubble_of_their_schedule(pp: int) -> None:
     assert seconds(cost, "critic_inf", f"p{pp}") == pytest.approx(whole * (2 * pp - 1) / pp / pp, rel=5e-3)
     finer = seconds(cost, "critic_train", f"p{pp}", limits=30)  # eight micro-batches of a row each
     assert finer == pytest.approx(seconds(cost, "critic_train", "d1") * (8 + pp - 1) / 8 / pp, rel=5e-3)
+
+
+@pytest.mark.parametrize("pp, vpp", [(2, 2), (2, 4), (4, 2)])
+def test_interleaved_stages_have_the_bubble_of_their_schedule(pp: int, vpp: int) -> None:
+    cost, text = cost_model(actor=replace(CRITIC, n_layers=8)), f"p{pp}v{vpp}"
+    whole, n = seconds(cost, "critic_train", "d1"), 2 * pp
+    expected = whole * (n + (pp - 1) / vpp) / n / pp
+    assert seconds(cost, "critic_train", text) == pytest.approx(expected, rel=5e-3)
+    finer = seconds(cost, "critic_train", text, limits=30)
+    assert finer == pytest.approx(whole * (8 + (pp - 1) / vpp) / 8 / pp, rel=5e-3)
+    whole = seconds(cost, "critic_inf", "d1")
+    assert seconds(cost, "critic_inf", text) == pytest.approx(whole * (pp + (pp - 1) / vpp) / pp / pp, rel=5e-3)
+
+
+def test_interleaved_stages_have_multiples_of_micro_batches() -> None:
+    cost = cost_model(actor=replace(CRITIC, n_layers=8))
+    rows, limits = equal_rows(1, n=22, minibatches=1)[0].of_minibatch(0), MicroBatching(max_tokens_per_mb=60)
+    counts = {
+        (call, text): len(
+            mfc_works(cost.graph[call], CRITIC, Placement(layout(text), limits), rows, cost.workload, False)
+        )
+        for call in ("critic_train", "critic_inf")
+        for text in ("p4", "p4v2")
+    }
+    assert counts.pop(("critic_train", "p4v2")) == 12 and set(counts.values()) == {11}
+
+
+def test_interleaved_stages_send_more() -> None:
+    linked = replace(COMPUTE_ONLY, node=Link(1e6, 0.0))
+    times = {text: seconds(cost_model(linked), "actor_train", text) for text in ("p2", "p2v2")}
+    assert times["p2v2"] > times["p2"]
 
 
 def test_activations_travel_between_stages() -> None:
@@ -272,7 +304,8 @@ def test_reallocation_costs_its_traffic() -> None:
 
 def test_offloading_uses_the_host_link() -> None:
     cost = cost_model(TOY)
-    assert cost.host_copy("ref", layout("t2p2")).seconds == TOY.host.seconds(4 * max(shard_numels(LLAMA, 2, 2)))
+    numels = shard_numels(LLAMA, ParallelStrategy(tp=2, pp=2))
+    assert cost.host_copy("ref", layout("t2p2")).seconds == TOY.host.seconds(4 * max(numels))
     assert cost.host_copy("ref", layout("t2p2")).core_seconds == 4 * cost.host_copy("ref", layout("t2p2")).seconds
 
 

@@ -16,8 +16,8 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import Lora
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.cost import BatchRows
-from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
-from realhf.plan.cost.speed import Work, shard_numels, stage_shards
+from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel, pipelined_bytes
+from realhf.plan.cost.speed import Work, chunk_shards, shard_numels, stage_shards
 from realhf.plan.machines.roofline import AnalyticMemory
 from tests.plan.search.planners import LLAMA, layout, ppo_planner
 from tests.scaling import examples
@@ -70,7 +70,7 @@ def test_chunks_of_offloaded_state_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 def test_resident_bytes_of_a_frozen_role() -> None:
     assert memory_model().resident("ref", D2) == Bytes(weights=4 * NUMEL)
-    assert memory_model().resident("ref", T2P2) == Bytes(weights=4 * max(shard_numels(LLAMA, 2, 2)))
+    assert memory_model().resident("ref", T2P2) == Bytes(weights=4 * max(shard_numels(LLAMA, T2P2)))
     frozen = memory_model(optimizer=OptimizerConfig(type=OptimizerType.none))
     assert frozen.resident("actor", D1) == Bytes(weights=4 * NUMEL)
 
@@ -128,6 +128,19 @@ def test_training_saves_all_micro_batches_in_flight(pp: int) -> None:
         kept, peak = ANALYTIC.train_bytes(part, Work.of([20] * (2 if pp < 4 else 1)))  # at least 2 * pp micro-batches
         peaks.append(kept * (pp - 1 - stage) + peak)
     assert transient(model, "actor_train", f"p{pp}", some, limits) == Bytes(activations=max(peaks))
+
+
+def test_interleaved_stages_have_more_passes_in_flight() -> None:
+    """Narayanan et al. 2021, section 2.2: five passes at the first of two stages, three at the last."""
+    model = memory_model()
+    some, limits = rows(16, minibatches=2), MicroBatching(max_tokens_per_mb=40)
+    parts = chunk_shards(LLAMA, model.roles["actor"], ParallelStrategy(pp=2, vpp=2))
+    sizes = [ANALYTIC.train_bytes(part, Work.of([20, 20])) for part in parts]
+    first = 3 * sizes[0][0] + sizes[2][0] + sizes[0][1]  # four of its first chunk, which keeps more, and one
+    last = 2 * sizes[1][0] + sizes[3][1]
+    peaks = pipelined_bytes(ANALYTIC, parts, Work.of([20, 20]), 2)
+    assert peaks == pytest.approx([first, last])
+    assert transient(model, "actor_train", "p2v2", some, limits).activations == pytest.approx(max(peaks))
 
 
 def test_recomputation_saves_memory() -> None:
@@ -207,7 +220,7 @@ def test_weights_in_another_layout_are_borrowed() -> None:
     some, limits = rows(4), MicroBatching()
     at_home = transient(memory_model(), "critic_inf", "t2", some, limits)
     away = transient(memory_model(), "critic_inf", "t2", some, limits, home="d2")
-    critic = shard_numels(replace(LLAMA, head="scalar"), 2, 1)[0]
+    critic = shard_numels(replace(LLAMA, head="scalar"), ParallelStrategy(tp=2))[0]
     assert away == at_home + Bytes(borrowed=4 * critic) and at_home.borrowed == 0
 
 
@@ -230,7 +243,7 @@ def test_peak_is_resident_bytes_plus_largest_call() -> None:
         residents = sum(model.resident(role, D2 if role != "critic" else D1).total
                         for role, ranks in homes.items() if rank in ranks)  # fmt: skip
         assert found[rank].total == pytest.approx(residents + taken[expected].total + 1e6)
-    assert found[2].borrowed == 4 * shard_numels(LLAMA, 2, 1)[0] and found[2].weights == 0
+    assert found[2].borrowed == 4 * shard_numels(LLAMA, ParallelStrategy(tp=2))[0] and found[2].weights == 0
     assert all(some.runtime == 1e6 for some in found.values())
 
 

@@ -11,7 +11,7 @@ from realhf.api.config import ModelSpec
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import Coord
+from realhf.api.layout import Coord, ParallelStrategy
 from realhf.api.machine import Link
 from realhf.api.model_config import Lora
 from realhf.arch.lora import own_specs
@@ -106,7 +106,7 @@ def train_seconds(overlap: bool | None, bandwidth: float, text: str = "d4", **sp
 
 
 def test_overlapped_reduction_is_priced_where_the_engine_overlaps() -> None:
-    numel = shard_numels(LLAMA, 1, 1)[0]
+    numel = shard_numels(LLAMA, ParallelStrategy())[0]
     fast = 4 * numel / 1e-5  # the whole reduction takes 10 us, less than the pass
     last = numel_after_backward(LLAMA, layout("d4").strategy, 0, True)
     serial, overlapped = train_seconds(False, fast), train_seconds(True, fast)

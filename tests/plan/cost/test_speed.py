@@ -1,6 +1,7 @@
 """Stages and shards add up to the model."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,12 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import shard_boxes
-from realhf.plan.cost.speed import StageShard, shard_numels, stage_shards
+from realhf.plan.cost.speed import StageShard, chunk_shards, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout
 from tests.scaling import examples
 
 MOE = replace(LLAMA, n_experts=4, experts_per_token=2, expert_intermediate=48, dense_layers=(0,))
-STRATEGIES = ("d1", "t2", "t4", "t8", "p2", "p3", "p4", "t2p2", "t4p3")
+STRATEGIES = ("d1", "t2", "t4", "t8", "p2", "p3", "p4", "t2p2", "t4p3", "p2v2", "t2p2v2")
 
 
 @pytest.mark.parametrize("model", [LLAMA, replace(LLAMA, tied_embedding=True), MOE])
@@ -27,7 +28,7 @@ def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, mo
     strategy = where.strategy
     expected = []
     for stage in range(strategy.pp):
-        boxes = shard_boxes(specs, lambda pp: stage_layers(model, pp), where, where.mesh.ranks[stage * strategy.tp])
+        boxes = shard_boxes(specs, partial(stage_layers, model), where, where.mesh.ranks[stage * strategy.tp])
         sizes = []
         for box in boxes.values():
             numel = 1
@@ -35,7 +36,7 @@ def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, mo
                 numel *= stop - start
             sizes.append(numel)
         expected.append(sum(sizes))
-    assert shard_numels(model, strategy.tp, strategy.pp) == tuple(expected)
+    assert shard_numels(model, strategy) == tuple(expected)
 
 
 @settings(max_examples=examples(60))
@@ -51,7 +52,13 @@ def test_stages_partition_all_blocks(n_layers: int, data: st.DataObject) -> None
         (part.tp, part.bf16, part.recompute, part.sequence_parallel) == (2, True, Recompute.full, True)
         for part in parts
     )
-    assert sum(shard_numels(model, 1, pp)) == sum(spec.numel for spec in param_specs(model))
+    vpp = data.draw(st.integers(1, n_layers // pp)) if pp > 1 else 1
+    strategy = ParallelStrategy(2, 2, pp, vpp=vpp)
+    parts, chunks = (some(model, RoleSpec(spec), strategy) for some in (stage_shards, chunk_shards))
+    assert [part.n_blocks for part in parts] == [sum(c.n_blocks for c in chunks[s::pp]) for s in range(pp)]
+    assert [chunk.first for chunk in chunks] == [True] + [False] * (pp * vpp - 1)
+    assert [part.last for part in parts] == [False] * (pp - 1) + [True] and chunks[-1].last
+    assert sum(shard_numels(model, ParallelStrategy(pp=pp))) == sum(spec.numel for spec in param_specs(model))
 
 
 def test_sequence_parallelism_needs_a_group() -> None:

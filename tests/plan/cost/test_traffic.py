@@ -1,6 +1,7 @@
 """Traffic equals that of the routes of a reallocation."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -49,7 +50,7 @@ PAIRS += [(ROUTED, *pair) for pair in product(DIVIDED, DIVIDED)]
 def test_traffic_equals_that_of_the_routes(model: ModelConfig, src: str, dst: str) -> None:
     for start in (0, 2, 4):
         here, there = layout(src), layout(dst, start)
-        routes = plan_realloc(param_specs(model), lambda pp: stage_layers(model, pp), here, there, 4)
+        routes = plan_realloc(param_specs(model), partial(stage_layers, model), here, there, 4)
         expected = traffic_of(((r.src, r.dsts, r.numel * 4, len(r.parts)) for r in routes), 4)
         found = realloc_traffic(model, here, there, 4, 4)
         # chunks end at rows, which are a large part of a chunk in a model this small

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.execution_plan import MicroBatching, Placement
+from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Link
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.cost import NO_COST
@@ -24,11 +25,11 @@ LAYERS = st.builds(PerLayer, SECONDS, SECONDS, SECONDS)
 def test_numbers_of_parameters_by_layer() -> None:
     tied = replace(LLAMA, tied_embedding=True)
     for config in (LLAMA, tied):
-        (whole,) = layer_numels(config, 1, 1)
+        (whole,) = layer_numels(config, ParallelStrategy())
         copies = config.vocab * config.hidden if config is tied else 0
         total = sum(spec.numel for spec in param_specs(config))
         assert whole.embedding + config.n_layers * whole.block + whole.head == total + copies
-    first, last = layer_numels(tied, 2, 2)
+    first, last = layer_numels(tied, ParallelStrategy(tp=2, pp=2))
     assert first.head == last.embedding == 0 and first.embedding == 60 * 64 and last.head == 60 * 64 + 64
 
 
@@ -62,7 +63,7 @@ def test_a_training_call_pays_for_what_is_moved(stage: int) -> None:
         Roofline(slow),
         (0, 1),
     )
-    (numels,) = layer_numels(LLAMA, 1, 1)
+    (numels,) = layer_numels(LLAMA, ParallelStrategy())
     gather = speed.collective(CollectiveKind.ALL_GATHER, 4 * NUMEL, ranks)
     reduce = speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * NUMEL, ranks)
     blocks = speed.collective(CollectiveKind.ALL_GATHER, 4 * LLAMA.n_layers * numels.block, ranks)
@@ -94,7 +95,7 @@ def test_resident_bytes_are_shared_by_stage(stage: int, bf16: bool) -> None:
 
 
 def test_layers_of_a_pass_are_transient() -> None:
-    (numels,) = layer_numels(LLAMA, 1, 1)
+    (numels,) = layer_numels(LLAMA, ParallelStrategy())
     one, two, three = (memory_model(zero_stage=stage) for stage in (1, 2, 3))
     train = one.graph["actor_train"]
 

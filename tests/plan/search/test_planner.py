@@ -11,7 +11,7 @@ from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.planner import Planner, plan_layouts
-from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
+from tests.plan.search.planners import LLAMA, TOY, WIDE, layout, ppo_planner
 
 SLOW_LINKS = replace(TOY, node=Link(1e8, 1e-4), cluster=Link(1e7, 1e-3))
 MACHINES = {"toy": TOY, "slow links": SLOW_LINKS, "shared cores": replace(TOY, cores=2)}
@@ -179,6 +179,27 @@ def test_layouts_without_a_profile_are_not_used() -> None:
         planner.predict(unknown)
 
 
+def test_a_search_interleaves_pipeline_stages_where_that_is_faster() -> None:
+    tight = replace(TOY, node_size=8, memory=2e7)  # replicas of whole models do not fit
+    planner = ppo_planner(8, tight, replace(LLAMA, n_layers=16), 32)
+    table = planner.candidates([])
+    chunks = {name: {c.placement.layout.strategy.vpp for c in some} for name, some in table.items()}
+    assert {name for name, found in chunks.items() if 2 in found} == {"actor_train", "critic_train"}
+    plain = {c.placement.layout for c in table["actor_train"] if c.placement.layout.strategy.vpp == 1}
+    capacity = planner.calls.capacity
+    for candidate in [c for c in table["actor_train"] if c.placement.layout.strategy.vpp == 2]:
+        place = candidate.placement.layout
+        one = Layout(place.mesh, replace(place.strategy, vpp=1))
+        other = planner.calls.of(planner.graph["actor_train"], one)
+        assert one not in plain and (other.cost.seconds > candidate.cost.seconds or other.bytes > capacity)
+    found = planner.search()
+    assert found.plan["actor_train"].layout.strategy.vpp == 2 and planner.fits(found.plan)
+    required = {"actor_train": one}
+    others = {name: some[0].placement.layout for name, some in table.items()}
+    again = planner.candidates([others | required])
+    assert one in {c.placement.layout for c in again["actor_train"]}, "layouts of given plans are kept"
+
+
 def test_a_search_chooses_between_weights_in_copies_and_in_shares() -> None:
     """Copies fit on few workers of the mesh; a search with both has the plans of either."""
     large = replace(TOY, memory=0.7 * 573e6 / (1 - TOY.reserve_fraction))
@@ -190,7 +211,7 @@ def test_a_search_chooses_between_weights_in_copies_and_in_shares() -> None:
     assert not any(candidate.placement.layout.strategy.zero3 for candidate in generating)
     found = {stage: planner.search() for stage, planner in planners.items()}
     assert found["auto"].plan["actor_train"].layout.strategy.zero3
-    assert found["auto"].seconds < 0.95 * found[1].seconds and found["auto"].seconds <= found[3].seconds
+    assert found["auto"].seconds < 0.98 * found[1].seconds and found["auto"].seconds <= found[3].seconds
     roomy = {stage: ppo_planner(4, replace(TOY, memory=1e12), WIDE, 8, zero_stage=stage) for stage in (1, "auto")}
     assert roomy["auto"].search().seconds == roomy[1].search().seconds
 
