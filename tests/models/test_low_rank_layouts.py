@@ -21,6 +21,8 @@ CRITICS = ("qwen2 critic", "gpt2 critic", "qwen3_moe critic")
 MODELS = (*ONE_OF_EACH, *CRITICS)
 ROUTED = ("qwen3_moe", "qwen2_moe", "qwen3_moe critic")
 EXPERT_NAMES = ("t2e2", "t4e2", "d2e2", "d4e2", "d2t2e4", "d2t2e4 without sequence")
+DIVIDED = ("llama", "gpt2", "deepseek_v3", "qwen2 critic")
+DIVIDED_NAMES = ("c2", "c4", "d2c2 overlapped", "c2p2")
 NAMES = ("whole", "t2", "t2 without sequence", "p2", "t2p2", "t4", "d2t2", "d2t2 overlapped")
 
 
@@ -33,7 +35,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     collected: Results = {}
     starts = {name: initial_model(name, root / name / "original") for name in MODELS}
-    for names, models in ((NAMES, MODELS[:7]), (NAMES, MODELS[7:]), (EXPERT_NAMES, ROUTED)):
+    jobs = (NAMES, MODELS[:7]), (NAMES, MODELS[7:]), (EXPERT_NAMES, ROUTED), (DIVIDED_NAMES, DIVIDED)
+    for names, models in jobs:
         collect(on_ranks, 4, {name: starts[name] for name in models}, names, root, collected)
     return collected
 
@@ -62,7 +65,8 @@ def test_log_probabilities_equal_peft(model: str, results: Results, root: Path) 
             assert rows and all(torch.allclose(columns[number][1:], expected, atol=1e-5, rtol=1e-5) for columns in rows)
 
 
-@pytest.mark.parametrize("model, layout", [*product(MODELS, NAMES[1:]), *product(ROUTED, EXPERT_NAMES)])
+@pytest.mark.parametrize("model, layout", [*product(MODELS, NAMES[1:]), *product(ROUTED, EXPERT_NAMES),
+                                           *product(DIVIDED, DIVIDED_NAMES)])  # fmt: skip
 def test_every_layout_gives_the_same_columns_responses_and_step(
     model: str, layout: str, results: Results, root: Path
 ) -> None:
