@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from realhf.models.low_rank import Dropout, LowRank, linear
 from realhf.models.quantized_matrix import Matrix, product
 from realhf.models.routed_mlps import RoutedMlps
 from realhf.ops.activations import activate
-from realhf.ops.moe import RoutingRule, add_loss, balance_loss, expert_loads, route, z_loss
+from realhf.ops.moe import RoutingRule, add_loss, balance_loss, route, z_loss
 
 
 class PassAttention(Protocol):
@@ -162,11 +162,23 @@ class ForwardContext:
         return recomputed
 
 
-def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states ``[T, D]`` after a block, and its router losses; ``index`` is its index in the stage.
+class RouterSums(NamedTuple):
+    """Of the local tokens of a layer: the sums of ``balance_loss`` and ``z_loss``, ``[2]``, and experts ``[t, k]``."""
 
-    The losses, ``[2 + E]``: ``balance_loss``, ``z_loss`` and the number of tokens of every expert, are sums over local
-    tokens; None without a router in training.
+    losses: Tensor
+    experts: Tensor
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the losses, and the number of tokens of every expert, to ``[2 + E]``."""
+        total[:2] += self.losses
+        chosen = self.experts.flatten()
+        total[2:].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=total.dtype))
+
+
+def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, RouterSums | None]:
+    """Return the hidden states ``[T, D]`` after block ``index`` of the stage, and the sums of its router.
+
+    These are None without a router in training.
     """
     if isinstance(block.attention, LinearAttention):
         after = _linear_attention(block.attention, index, x, context)
@@ -244,7 +256,7 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
 
 def _experts(
     experts: Experts, index: int, x: Tensor, inner: Tensor, context: ForwardContext
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, RouterSums | None]:
     """Route the local tokens, then compute this shard of every expert for all tokens of the group."""
     config, tp_region, router_loss = context.config, context.tp_region, context.router_loss
     logits = F.linear(inner, experts.router, experts.b_router)
@@ -267,8 +279,7 @@ def _experts(
     z = z_loss(logits)
     # this layer's share of the mean over routed layers and over all tokens of the step
     loss = (config.balance_loss * balance + config.z_loss * z) * (router_loss.weight / len(config.routed_layers))
-    sums = torch.cat((torch.stack((balance, z)).detach(), expert_loads(chosen, config.n_experts)))
-    return add_loss(after, loss), sums
+    return add_loss(after, loss), RouterSums(torch.stack((balance, z)).detach(), chosen)
 
 
 @lru_cache(maxsize=64)

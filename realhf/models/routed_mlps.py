@@ -76,12 +76,12 @@ class RoutedMlps:
     def _outputs(self, x: Tensor, order: ExpertOrder, activation: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the experts' outputs for tokens sorted by expert, ``[N, D]`` each."""
         wide = _product(x, self.up_rows, self.up_adapter, order)
-        if self.b_up is not None:
-            wide = wide + self.b_up.flatten(1).index_select(0, order.experts)
-        y = _product(activation(wide), self.down, self.down_adapter, order)
-        if self.b_down is None:
-            return y
-        bias, rest = self.b_down.index_select(0, order.experts), y.shape[1] - self.b_down.shape[1] - self.first_column
+        if self.b_up is None or self.b_down is None:
+            return _product(activation(wide), self.down, self.down_adapter, order)
+        experts = order.experts
+        wide = wide + self.b_up.flatten(1).index_select(0, experts)
+        y, bias = _product(activation(wide), self.down, self.down_adapter, order), self.b_down.index_select(0, experts)
+        rest = y.shape[1] - bias.shape[1] - self.first_column
         return y + (F.pad(bias, (self.first_column, rest)) if bias.shape != y.shape else bias)
 
 

@@ -108,8 +108,9 @@ class Transformer:
         """
         sums, self._router_sums = self._router_sums, torch.zeros_like(self._router_sums)
         of_all = sums.new_zeros(len(self.config.routed_layers), sums.shape[1])
-        for sums_of_layer, number in zip(sums, self._routers.numbers, strict=True):
-            of_all[number] = sums_of_layer
+        for places in consecutive_runs(self._routers.numbers):
+            first = self._routers.numbers[places.start]
+            of_all[first : first + len(places)] = sums[places.start : places.stop]
         return of_all
 
     @property
@@ -317,11 +318,11 @@ class Transformer:
             if self.on_backward is not None and x.grad_fn is not None:  # a leaf's may be known before those of weights
                 x.register_hook(partial(self.on_backward, self.layers[index]))
             with self._memory_of(self.layers[index] + 1):
-                x, losses = run(weights.blocks[index], index, x, context)
+                x, router_sums = run(weights.blocks[index], index, x, context)
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)
-            if losses is not None:
-                self._router_sums[self._routers.place(index)] += losses
+            if router_sums is not None:
+                router_sums.add_to(self._router_sums[self._routers.place(index)])
         if self.on_backward is not None and x.requires_grad:
             x.register_hook(partial(self.on_backward, self.layers[blocks[-1]] + 1))
         if blocks.stop < len(self.layers):

@@ -17,7 +17,7 @@ TINY = 1e-20
 class ExpertOrder:
     """The permutation that sorts (token, expert) pairs by expert, ``order`` ``[T*k]``, and its ``inverse``.
 
-    Pair ``k*t + j`` is the j-th expert of token t; ``experts`` are those of the sorted pairs. ``sizes`` are the numbers
+    Pair ``k*t + j`` is the j-th expert of token t, of all pairs ``numbers``. ``sizes`` are the numbers
     of pairs per expert in host memory. For grouped products ``ends`` has the end of every expert's pairs on the device,
     ``[E]`` int32, and there are no sizes. Where pairs of other experts are left out, ``is_partial``, these have a place
     after all others in ``inverse``; in grouped products they are the ``tail`` of the sorted pairs, ``[T*k, 1]`` bool.
@@ -25,12 +25,20 @@ class ExpertOrder:
 
     order: Tensor
     inverse: Tensor
-    experts: Tensor
+    numbers: Tensor
     top_k: int
     sizes: tuple[int, ...] = ()
     ends: Tensor | None = None
     is_partial: bool = False
     tail: Tensor | None = None
+
+    @property
+    def experts(self) -> Tensor:
+        """The experts of the sorted pairs; of those in the ``tail`` any."""
+        chosen = self.numbers.index_select(0, self.order)
+        if self.ends is not None and self.is_partial:
+            chosen = chosen.clamp(max=len(self.ends) - 1)
+        return chosen
 
     def by_pair(self, sorted_rows: Tensor) -> Tensor:
         """Return the rows of all pairs, ``[T*k, ...]``; zero for those that are left out."""
@@ -132,8 +140,7 @@ def sort_by_expert(
         sizes = tuple(counts.tolist())
         if numbers is not None:
             order, inverse = order[: sum(sizes)], inverse.clamp(max=sum(sizes))
-    chosen = flat.index_select(0, order).clamp(max=n_experts - 1)
-    return ExpertOrder(order, inverse, chosen, experts.shape[1], sizes, ends, numbers is not None, tail)
+    return ExpertOrder(order, inverse, flat, experts.shape[1], sizes, ends, numbers is not None, tail)
 
 
 def _counts(index: Tensor, size: int) -> Tensor:
@@ -255,23 +262,18 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     return n_experts * (fractions * probs).sum()
 
 
-def expert_loads(experts: Tensor, n_experts: int) -> Tensor:
-    """Return the number of tokens of every expert, ``[E]`` float32, of the experts ``[T, k]`` of tokens."""
-    return _counts(experts.flatten(), n_experts).float()
+LOAD_RATIOS = ("router_max_load", "router_max_rank_load")
 
 
-def load_ratios(loads: Tensor, ep: int) -> dict[str, float]:
-    """Return the largest load over the mean, 1 for balanced ones, as a mean over layers, of loads ``[L, E]``.
+def load_ratios(loads: Tensor, ep: int) -> Tensor:
+    """Return the largest load over the mean, 1 for balanced ones, as a mean over layers, of loads ``[L, E]``: ``[2]``.
 
-    ``router_max_load`` is that of experts, ``router_max_rank_load`` that of the ranks of expert parallelism.
+    The first one is that of experts, the second one that of the ranks of expert parallelism.
     """
     n_experts = loads.shape[1]
     starts = [part * n_experts // ep for part in range(ep + 1)]
     by_rank = torch.stack([loads[:, a:b].sum(1) for a, b in zip(starts, starts[1:], strict=False)], 1)
-    ratio = lambda some: (some.amax(1) / some.mean(1).clamp(min=1.0)).mean()
-    names = ("router_max_load", "router_max_rank_load") if ep > 1 else ("router_max_load",)
-    ratios = torch.stack([ratio(some) for some in (loads, by_rank)]).tolist()
-    return dict(zip(names, ratios, strict=False))
+    return torch.stack([(some.amax(1) / some.mean(1).clamp(min=1.0)).mean() for some in (loads, by_rank)])
 
 
 def z_loss(logits: Tensor) -> Tensor:

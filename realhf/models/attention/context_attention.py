@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +78,9 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, sinks: Ten
     return outs
 
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+KERNEL = "ops.aten._scaled_dot_product_flash_attention_for_cpu"
+"""Behind torch's function, which does not return normalisers; torch 2.5 to 2.15 have it with the same arguments."""
+_forward, _backward = (attrgetter(name)(torch) for name in (KERNEL, f"{KERNEL}_backward"))
 
 
 class _PartAttention(torch.autograd.Function):

@@ -42,7 +42,7 @@ from realhf.models.low_rank import Dropout, token_keys
 from realhf.models.peft_folder import load_peft, merged_names, merged_parameter, save_peft
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
-from realhf.ops.moe import load_ratios
+from realhf.ops.moe import LOAD_RATIOS, load_ratios
 from realhf.ops.rows import to_floats
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
@@ -177,12 +177,13 @@ class NativeEngine:
         sums = self.model.pop_router_sums()
         for axis in ("tp", "pp") if self.model.divides_tokens else ("pp",):  # without it every rank has all tokens
             self.context.group(axis).all_reduce(sums)
-        balance, z = sums[:, :2].mean(0).tolist()
-        loads = self.context.group("dp").all_reduce(sums[:, 2:].contiguous())
-        ratios = load_ratios(loads, self.context.layout.strategy.ep)
+        losses = sums[:, :2].mean(0)
+        loads, ep = self.context.group("dp").all_reduce(sums[:, 2:].contiguous()), self.context.layout.strategy.ep
+        balance, z, *ratios = torch.cat((losses, load_ratios(loads, ep))).tolist()  # one wait
+        named = zip(LOAD_RATIOS[: 2 if ep > 1 else 1], ratios, strict=False)
         return dict(zip(self.config.routed_layers, loads, strict=True)), {
             "router_balance_loss": (balance, weight), "router_z_loss": (z, weight),
-            **{name: (ratio * weight, weight) for name, ratio in ratios.items()},
+            **{name: (ratio * weight, weight) for name, ratio in named},
         }  # fmt: skip
 
     def _micro_batches(

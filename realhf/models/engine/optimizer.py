@@ -275,8 +275,8 @@ class ShardedAdamW:
         chunks = [part.split(CHUNK) for part in parts]
         norms = torch._foreach_norm([chunk for some in chunks for chunk in some], dtype=torch.float64)
         sums = [some.square().sum() for some in torch.stack(norms).split([len(some) for some in chunks])]
-        excess = (some * part for some, (_, part) in zip(sums[len(grads) :], self._repeats, strict=True))
-        squares = sum(sums[: len(grads)]) - sum(excess)
+        excess = sum(some * part for some, (_, part) in zip(sums[len(grads) :], self._repeats, strict=True))
+        squares = sum(sums[1 : len(grads)], sums[0]) - excess
         for axis in ("dp", "tp", "pp"):
             squares = self.context.group(axis).all_reduce(squares.reshape(1))
         return float(squares.sqrt())
