@@ -87,5 +87,5 @@ def job(rank: int, world: int, folder: Path, seeds: int) -> list[str]:
 @pytest.mark.parametrize("model", ["deep qwen3_moe", "deep deepseek_v3"])
 def test_results_are_those_of_one_worker(model: str, on_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     hf_model(model).save_pretrained(tmp_path)
-    found = on_ranks(4, job, tmp_path, examples(8))
+    found = on_ranks(4, job, tmp_path, examples(3))
     assert [line for answer in found for line in answer] == []
