@@ -12,12 +12,20 @@ MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({S
 """One node, several nodes, or plain ranks, and the comma before the next part."""
 
 
+MOST_RANKS = 1 << 16
+"""More than a stage has: searches end here if options give a larger size."""
 AXES = ("dp", "tp", "pp", "ep", "edp", "replicas")
 
 
+def is_expert_degree(ep: int, dp: int, tp: int) -> bool:
+    """Return True if experts can be divided over so many ranks: of tensor parallelism first, then of replicas."""
+    return tp % ep == 0 or (ep % tp == 0 and dp % (ep // tp) == 0)
+
+
 def expert_degrees(dp: int, tp: int) -> list[int]:
-    """Return the possible degrees of expert parallelism: over tensor-parallel ranks, then over replicas."""
-    return [*(n for n in range(1, tp + 1) if tp % n == 0), *(tp * n for n in range(2, dp + 1) if dp % n == 0)]
+    """Return the possible degrees of expert parallelism; of sizes that no cluster has, small ones only."""
+    within, beyond = (range(1, min(size, MOST_RANKS) + 1) for size in (tp, dp))
+    return [*(n for n in within if tp % n == 0), *(tp * n for n in beyond[1:] if dp % n == 0)]
 
 
 class Coord(NamedTuple):
@@ -58,9 +66,11 @@ class ParallelStrategy:
             raise ValueError(f"{self}: z3 already shards experts over data-parallel ranks; leave out z3 or e{self.ep}")
         if self.context and (self.zero3 or self.ep > 1 or self.tp == 1):
             raise ValueError(f"{self}: c divides the tokens of rows over at least two ranks, without e and z3")
-        if self.ep not in (legal := expert_degrees(self.dp, self.tp)):
-            raise ValueError(f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d: "
-                             f"{', '.join(map(str, legal))}")  # fmt: skip
+        if not is_expert_degree(self.ep, self.dp, self.tp):
+            legal = ", ".join(map(str, expert_degrees(self.dp, self.tp)))
+            raise ValueError(
+                f"{self}: the degree of expert parallelism divides t, or is t times a divisor of d: {legal}"
+            )
 
     @property
     def world(self) -> int:

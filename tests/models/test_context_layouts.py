@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from realhf.api.layout import ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.plan.compile.check import strategy_problems
-from tests.models.sharding import CONTEXT_LAYOUTS, LENGTHS, InitialModel, Results, collect
+from tests.models.layout_checks import check_columns, check_saved_bytes, check_statistics, check_step, starts_of
+from tests.models.sharding import CONTEXT_LAYOUTS, Results, collect
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -28,11 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
-    for name in ACTORS:
-        hf_model(name).save_pretrained(root / name / "original")
-    starts = {name: InitialModel(root / name.removesuffix(" critic") / "original", name not in ACTORS)
-              for name in MODELS}  # fmt: skip
-    collected: Results = {}
+    starts, collected = starts_of(MODELS, root), Results()
     for some in (MODELS[:12], MODELS[12:24], MODELS[24:]):
         collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
     return collected
@@ -54,21 +49,8 @@ def test_every_worker_computes_the_same_and_makes_the_same_step(
 ) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     assert len(members) == len(CONTEXT_LAYOUTS[layout].layout.mesh.ranks)
-    for name, expected in whole.columns.items():
-        assert {row for member in members for row in member.columns[name]} == set(expected) == set(range(len(LENGTHS)))
-        for member in members:
-            assert all(torch.allclose(value, expected[row], atol=1e-4) for row, value in member.columns[name].items())
-    for member in members:
-        assert member.stats["grad_norm"][0] == pytest.approx(whole.stats["grad_norm"][0], rel=1e-5)
-    replicas = {member.dp: member.stats for member in members if {"nll", "square"} & member.stats.keys()}
-    for loss in {"nll", "square", "router_balance_loss", "router_z_loss", "router_max_load"} & whole.stats.keys():
-        assert sum(stats[loss][0] for stats in replicas.values()) == pytest.approx(whole.stats[loss][0], rel=1e-5), loss
-    before, expected, trained = (
-        load_file(root / model / name / "model.safetensors")
-        for name in ("whole/saved", "whole/trained", f"{layout}/trained")
-    )
-    assert before.keys() == trained.keys() and any(not torch.equal(before[name], trained[name]) for name in trained)
-    for name, tensor in trained.items():
-        assert torch.allclose(tensor, expected[name], atol=1e-5, rtol=0), name
-    saved = (root / model / layout / "saved" / "model.safetensors").read_bytes()
-    assert saved == (root / model / "whole" / "saved" / "model.safetensors").read_bytes()
+    check_columns(whole, members)
+    names = {"nll", "square", "router_balance_loss", "router_z_loss", "router_max_load"} & whole.stats.keys()
+    check_statistics(whole, members, sorted(names), 1e-5)
+    check_step(root / model, layout, whole, members)
+    check_saved_bytes(root / model, layout)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.sharding import BALANCING_RATE, EXPERT_LAYOUTS, LENGTHS, InitialModel, Results, collect
-from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
+from tests.models.layout_checks import check_columns, check_saved_bytes, check_statistics, check_step, starts_of
+from tests.models.sharding import BALANCING_RATE, EXPERT_LAYOUTS, Results, collect
+from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*(name for name in ONE_OF_EACH if name in WITH_EXPERTS), "qwen3_moe_some")
@@ -24,11 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
-    for name in ACTORS:
-        hf_model(name).save_pretrained(root / name / "original")
-    starts = {name: InitialModel(root / name.removesuffix(" critic") / "original", name not in ACTORS)
-              for name in MODELS}  # fmt: skip
-    collected: Results = {}
+    starts, collected = starts_of(MODELS, root), Results()
     for some in (MODELS[: len(MODELS) // 2], MODELS[len(MODELS) // 2 :]):
         collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
     return collected
@@ -40,10 +37,7 @@ def test_every_worker_computes_the_same(model: str, layout: str, results: Result
     (whole,), members = results[model, "whole"], results[model, layout]
     sharded = EXPERT_LAYOUTS[layout].layout
     assert len(members) == len(sharded.mesh.ranks)
-    for name, expected in whole.columns.items():
-        assert {row for member in members for row in member.columns[name]} == set(expected) == set(range(len(LENGTHS)))
-        for member in members:
-            assert all(torch.allclose(value, expected[row], atol=1e-4) for row, value in member.columns[name].items())
+    check_columns(whole, members)
     for member in members:
         assert len(member.sampled) == (0 if sharded.strategy.expert_dp > 1 else len(member.sampled_logprobs))
         for row, tokens in member.sampled.items():
@@ -54,27 +48,17 @@ def test_every_worker_computes_the_same(model: str, layout: str, results: Result
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_step_gives_the_same_weights(model: str, layout: str, results: Results, root: Path) -> None:
-    (norm, _) = results[model, "whole"][0].stats["grad_norm"]
-    assert all(member.stats["grad_norm"][0] == pytest.approx(norm, rel=1e-5) for member in results[model, layout])
-    before, expected, trained = (
-        load_file(root / model / name / "model.safetensors")
-        for name in ("whole/saved", "whole/trained", f"{layout}/trained")
-    )
-    assert before.keys() == trained.keys() and any(not torch.equal(before[name], trained[name]) for name in trained)
-    for name, tensor in trained.items():
-        assert torch.allclose(tensor, expected[name], atol=1e-5, rtol=0), name
-    saved = (root / model / layout / "saved" / "model.safetensors").read_bytes()
-    assert saved == (root / model / "whole" / "saved" / "model.safetensors").read_bytes()
+    (whole,), members = results[model, "whole"], results[model, layout]
+    check_step(root / model, layout, whole, members)
+    check_saved_bytes(root / model, layout)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_are_those_of_one_worker(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
-    replicas = {member.dp: member.stats for member in members if {"nll", "square"} & member.stats.keys()}
-    for loss in ("square" if model not in ACTORS else "nll", "router_balance_loss", "router_z_loss", "router_max_load"):
-        value = sum(stats[loss][0] for stats in replicas.values())  # of the last stages
-        assert value == pytest.approx(whole.stats[loss][0], rel=1e-6), loss
+    loss = "nll" if model in ACTORS else "square"
+    check_statistics(whole, members, (loss, "router_balance_loss", "router_z_loss", "router_max_load"), 1e-6)
     assert all(member.stats["router_max_rank_load"][0] >= member.stats["router_max_rank_load"][1] for member in members)
 
 

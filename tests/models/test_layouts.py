@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.models.layout_checks import check_columns, check_step, starts_of
 from tests.models.sharding import LAYOUTS, LENGTHS, TEMPERATURE, InitialModel, Results, batch_of, collect
 from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
 
@@ -29,10 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     """The results of every worker by model and layout; a few models per job, to stay within the time limit of ranks."""
-    for name in ACTORS:
-        hf_model(name).save_pretrained(root / name / "original")
-    starts = {name: InitialModel(root / name.removesuffix(" critic") / "original", name in CRITICS) for name in MODELS}
-    collected: Results = {}
+    starts, collected = starts_of(MODELS, root), Results()
 
     def run(world: int, layouts: tuple[str, ...], some: dict[str, InitialModel]) -> None:
         collect(on_ranks, world, some, layouts, root, collected)
@@ -67,10 +64,7 @@ def test_every_worker_computes_the_same_columns(model: str, layout: str, results
     (whole,), members = results[model, "whole"], results[model, layout]
     assert len(members) == len(LAYOUTS[layout].layout.mesh.ranks)
     assert ("replayed" in whole.columns) == (model in ROUTED and model in ACTORS)
-    for name, expected in whole.columns.items():
-        assert {row for member in members for row in member.columns[name]} == set(expected) == set(range(len(LENGTHS)))
-        for member in members:
-            assert all(torch.allclose(value, expected[row], atol=1e-4) for row, value in member.columns[name].items())
+    check_columns(whole, members)
 
 
 @pytest.mark.parametrize("layout", OTHERS)
@@ -88,15 +82,8 @@ def test_every_worker_samples_the_same_responses(model: str, layout: str, result
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_step_gives_the_same_weights(model: str, layout: str, results: Results, root: Path) -> None:
-    (norm, _) = results[model, "whole"][0].stats["grad_norm"]
-    assert all(member.stats["grad_norm"][0] == pytest.approx(norm, rel=1e-4) for member in results[model, layout])
-    before, expected, trained = (
-        load_file(root / model / name / "model.safetensors")
-        for name in ("whole/saved", "whole/trained", f"{layout}/trained")
-    )
-    assert before.keys() == trained.keys() and any(not torch.equal(before[name], trained[name]) for name in trained)
-    for name, tensor in trained.items():
-        assert torch.allclose(tensor, expected[name], atol=1e-5, rtol=0), name
+    (whole,), members = results[model, "whole"], results[model, layout]
+    check_step(root / model, layout, whole, members, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", OTHERS)

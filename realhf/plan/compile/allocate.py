@@ -9,7 +9,7 @@ from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees, is_expert_degree
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.call_degrees import call_problem, expert_problem, of_call
@@ -313,8 +313,10 @@ def _degrees(given: ParallelConfig) -> tuple[ParallelStrategy, str]:
         alone = tp == ep == 1
         error = f"context_parallel_size={cp} replaces the tensor- and expert-parallel sizes; set them to 1"
         return ParallelStrategy(dp, cp, pp, vpp=vpp, context=True), "" if alone else error
+    if is_expert_degree(ep, dp, tp):
+        return ParallelStrategy(dp, tp, pp, ep=ep, vpp=vpp), ""
     legal = expert_degrees(dp, tp)
-    error = "" if ep in legal else f"expert_parallel_size={ep} is none of {', '.join(map(str, legal))}"
+    error = f"expert_parallel_size={ep} is none of {', '.join(map(str, legal))}"
     return ParallelStrategy(dp, tp, pp, ep=min(legal, key=lambda degree: abs(degree - ep)), vpp=vpp), error
 
 

@@ -88,7 +88,8 @@ def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection
     some += [replace(s, context=True) for s in some if requested.context and s.tp > 1]
     some += [replace(s, ep=ep) for s in some for ep in expert_degrees(s.dp, s.tp)
              if not s.context and 1 < ep <= requested.ep]  # fmt: skip
-    some += [replace(s, vpp=vpp) for s in some for vpp in range(2, requested.vpp + 1) if s.pp > 1]
+    n_chunks = min(requested.vpp, max((model.n_layers for model in models), default=1))
+    some += [replace(s, vpp=vpp) for s in some for vpp in range(2, n_chunks + 1) if s.pp > 1]
     valid = [s for s in some if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 

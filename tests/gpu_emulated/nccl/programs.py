@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.api.config import GenerationConfig, ModelSpec, OptimizerConfig
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import AXES, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape
 from realhf.arch.param_specs import param_specs, stage_layers
@@ -25,7 +25,7 @@ from tests.gpu_emulated.nccl.recording import Job
 from tests.models.engine.tiny_engine import VOCAB, prompts_of, rows_of
 
 CONFIG = ModelConfig("llama", 8, 16, 4, 2, 4, 24, VOCAB, 64, tied_embedding=True, init_std=0.2)
-AXES = ("dp", "tp", "pp")
+ROUTED = replace(CONFIG, n_experts=4, experts_per_token=2, expert_intermediate=8)
 DEVICE = torch.device("cpu")
 
 
@@ -81,9 +81,9 @@ def train_with_limit(layout: Layout) -> Job:
     return job
 
 
-def infer(layout: Layout, counts: Sequence[int]) -> Job:
+def infer(layout: Layout, counts: Sequence[int], config: ModelConfig = CONFIG) -> Job:
     def job(rank: int, world: int) -> None:
-        engine = engine_of(layout, rank, False)
+        engine = engine_of(layout, rank, False, config)
         for n in counts:
             replace(engine, micro_batching=MicroBatching(n)).forward(rows(n), lambda outputs, _: outputs.logprobs(1.0))
 

@@ -148,6 +148,15 @@ class RecordingGroup(dist.ProcessGroup):
             chunk.copy_(part.view_as(chunk))
         return self._collective("all_gather", whole)
 
+    def all_to_all_single(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> RecordedWork:
+        """Numbers of rows differ between members, and are not those of the others here."""
+        output.zero_()
+        self.recorder.check_device("all_to_all", output, rows)
+        return self.recorder.post((self.name, tuple(sorted(self.members))), [Collective("all_to_all", 0)])
+
+    alltoall_base = all_to_all_single
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single  # the names until torch 2.12
 
     def barrier(self, opts: Any = None) -> RecordedWork:

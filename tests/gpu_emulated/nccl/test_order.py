@@ -21,7 +21,7 @@ from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.nccl import programs
 from tests.gpu_emulated.nccl.programs import layout_of
 from tests.gpu_emulated.nccl.recording import Job, Recorder, record, recorder  # noqa: F401
-from tests.gpu_emulated.nccl.rules import Machine, OrderError
+from tests.gpu_emulated.nccl.rules import Collective, Machine, OrderError, Post
 
 STAGES = range(2, 9)
 Pairs = set[tuple[int, int]]
@@ -199,6 +199,30 @@ def test_the_probes_of_links(recorder: Recorder) -> None:  # noqa: F811
             probe.run()
 
     assert executed(recorder, 2, job) == {(0, 1)}
+
+
+@pytest.mark.usefixtures("small_reductions")
+@pytest.mark.parametrize("text", ["d2e2", "d4e2", "d2t2e4", "t2e2", "d2p2e2", "d2p2v2e2"])
+def test_tokens_are_exchanged_in_the_same_order(text: str, recorder: Recorder) -> None:  # noqa: F811
+    """Beside reductions that overlap with the backward pass, over groups that share ranks."""
+    layout = layout_of(text)
+    world, n = len(layout.mesh.ranks), 2 * layout.strategy.pp
+    executed(recorder, world, programs.train(layout, [n, 2 * n + 1], programs.ROUTED))
+    executed(recorder, world, programs.infer(layout, [n], programs.ROUTED))
+    exchanged = "all_to_all" in {op.name for event in recorder.events[0] if isinstance(event, Post)
+                                 for op in event.operations if isinstance(op, Collective)}  # fmt: skip
+    assert exchanged == (layout.strategy.expert_dp > 1)
+
+
+@pytest.mark.usefixtures("small_reductions")
+@pytest.mark.parametrize("text", ["c2", "c3", "d2c2", "c2p2", "d2c2p2", "c2p2v2"])
+def test_keys_are_gathered_in_the_same_order(text: str, recorder: Recorder) -> None:  # noqa: F811
+    layout = layout_of(text)
+    world, n = len(layout.mesh.ranks), 2 * layout.strategy.pp
+    executed(recorder, world, programs.train(layout, [n, 2 * n + 1]))
+    executed(recorder, world, programs.infer(layout, [n]))
+    if layout.strategy.dp > 1:
+        executed(recorder, world, programs.train_with_limit(layout))
 
 
 @pytest.fixture

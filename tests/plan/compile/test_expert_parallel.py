@@ -84,6 +84,7 @@ def test_strategies_are_written_and_read(dp: int, tp: int, pp: int, ep: int) -> 
         strategy = ParallelStrategy(dp, tp, pp, ep=ep)
     except ValueError as error:
         assert str(error).endswith(": " + ", ".join(map(str, expert_degrees(dp, tp))))
+        assert ep not in expert_degrees(dp, tp)
         assert tp % ep and (ep % tp or dp % (ep // tp))
         return
     assert ep in expert_degrees(dp, tp)
@@ -92,6 +93,19 @@ def test_strategies_are_written_and_read(dp: int, tp: int, pp: int, ep: int) -> 
     if dp > 1 and ep > 1:
         with pytest.raises(ValueError, match="z3 already shards experts"):
             replace(strategy, zero3=True)
+
+
+@settings(max_examples=examples(60))
+@given(st.sampled_from("dtcpev"), st.integers(10**6, 10**30), st.sampled_from("dtpev"), st.integers(1, 10**30))
+def test_sizes_beyond_any_cluster_are_read_at_once(one: str, n: int, other: str, m: int) -> None:
+    """Nothing is searched in numbers up to a size of the options."""
+    try:
+        strategy = ParallelStrategy.parse(f"{one}{n}{other}{m}")
+    except ValueError as error:
+        assert len(str(error)) < 3000
+    else:
+        assert ParallelStrategy.parse(str(strategy)) == strategy
+        assert not strategy_problems(ROUTED, nearest_strategy(strategy, 8, [ROUTED]))
 
 
 def test_problems_of_models() -> None:
