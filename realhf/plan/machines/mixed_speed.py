@@ -53,7 +53,7 @@ class ProfiledClusterLinks:
     """Measured links between nodes of ``node_size`` workers.
 
     A group of another size takes the time of the measured one closest in size, times the ratio of the two in
-    ``limits``; so does an all-to-all, of which a reduce-scatter is the closest. ValueError for missing measurements.
+    ``limits``. ValueError for missing measurements.
     """
 
     profile: Profile
@@ -67,14 +67,12 @@ class ProfiledClusterLinks:
         def distance(size: tuple[int, int]) -> float:
             return abs(log(size[0] / n_nodes)) + abs(log(size[1] / per_node))
 
-        similar = CollectiveKind.REDUCE_SCATTER if kind is CollectiveKind.ALL_TO_ALL else kind
         nodes, workers = min(self.profile.cluster_sizes, key=distance, default=(2, 1))
-        seconds = self._fit(f"{similar.value}/{nodes}x{workers}")(message_counts(nbytes))
-        if (similar, nodes, workers) == (kind, n_nodes, per_node):
+        seconds = self._fit(f"{kind.value}/{nodes}x{workers}")(message_counts(nbytes))
+        if (nodes, workers) == (n_nodes, per_node):
             return seconds
         measured = [node * self.node_size + i for node in range(nodes) for i in range(workers)]
-        limits = (self.limits.collective(*each) for each in ((kind, nbytes, ranks), (similar, nbytes, measured)))
-        return seconds * _ratio(*limits)
+        return seconds * _ratio(*(self.limits.collective(kind, nbytes, each) for each in (ranks, measured)))
 
     def send(self, nbytes: float, src: int, dst: int) -> float:
         return self._fit("send")(message_counts(nbytes))

@@ -351,7 +351,6 @@ class ProfiledSpeed:
     def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         if len(ranks) == 1:
             return 0.0
-        kind = CollectiveKind.REDUCE_SCATTER if kind is CollectiveKind.ALL_TO_ALL else kind  # as many bytes per rank
         sizes = [int(name.split("/")[1]) for name in self.profile.fits if name.startswith(f"{kind.value}/")]
         size = min((size for size in sizes if size >= len(ranks)), default=len(ranks))
         return self._fit(f"{kind.value}/{size}", "", len(ranks))(message_counts(nbytes))

@@ -41,12 +41,13 @@ def collective_probes(group: Group, clock: Clock, name: str = "") -> Iterator[Pr
     for nbytes in MESSAGES:
         buffer = torch.zeros(max(1, nbytes // 4 // group.size) * group.size, device=clock.device)
         part = buffer.chunk(group.size)[group.index]  # in place, as in the optimizer
-        counts = message_counts(buffer.nbytes)
+        rows, counts = [len(part)] * group.size, message_counts(buffer.nbytes)
         collectives: dict[CollectiveKind, Callable[[], object]] = {
             CollectiveKind.ALL_REDUCE: partial(group.all_reduce, buffer),
             CollectiveKind.ALL_GATHER: partial(group.all_gather, buffer, part),
             CollectiveKind.REDUCE_SCATTER: partial(group.reduce_scatter, part, buffer),
             CollectiveKind.BROADCAST: partial(group.broadcast, buffer, 0),
+            CollectiveKind.ALL_TO_ALL: partial(group.all_to_all, torch.zeros_like(buffer), buffer, rows, rows),
         }
         for kind, work in collectives.items():
             yield Probe(((name.format(kind.value), counts),), partial(_timed, clock, work), nbytes + 1e5)

@@ -29,7 +29,10 @@ SIZES = {
 def from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     delta = GatedDelta(**{ours: fields.whole_number(hf, theirs, default) for ours, (theirs, default) in SIZES.items()})
     if delta.value_heads % delta.key_heads:
-        raise ValueError(f"{delta.value_heads} linear value heads are not a multiple of {delta.key_heads} key heads")
+        raise ValueError(
+            f"fields 'linear_num_value_heads' and 'linear_num_key_heads': {delta.value_heads} value heads are not a "
+            f"multiple of {delta.key_heads} key heads"
+        )
     if delta.kernel < 2:
         raise ValueError("field 'linear_conv_kernel_dim' is 1: a convolution of one token is not supported")
     n_layers, types = fields.whole_number(hf, "num_hidden_layers"), hf.get("layer_types")
