@@ -1,4 +1,5 @@
-// The MLP activations that have kernels, numbered as KERNEL_ACTIVATIONS of realhf/api/model_config.py.
+// The MLP activations that have kernels, numbered as KERNEL_ACTIVATIONS of realhf/api/model_config.py; the decoding
+// kernel also has `clamped_swiglu`, which is always gated.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,8 +8,9 @@
 
 namespace realhf {
 
-enum class Activation : int64_t { silu, gelu, gelu_tanh };
+enum class Activation : int64_t { silu, gelu, gelu_tanh, clamped_swiglu };
 
+constexpr float kClamp = 7.0f, kQuickGelu = 1.702f;  // of gpt-oss
 constexpr float kRootOfHalf = 0.70710678118f, kRootOfTwoOverPi = 0.79788456080f, kCubic = 0.044715f;
 
 struct ActivationSizes {

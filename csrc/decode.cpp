@@ -1,5 +1,5 @@
 // One decoding step through all blocks of a stage with a KV cache: operator schema and CPU kernel.
-// realhf/models/fused_decode.py documents the operator; decode_rows.h computes a range of rows. A thread takes its rows
+// realhf/models/fused/fused_blocks.py documents the operator; decode_rows.h computes a range of rows. A thread takes its rows
 // through all blocks without synchronisation and computes in float32 for every weight type.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -23,95 +23,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kRowsAtOnce = 128;       // rows per pass over the weights
-constexpr int64_t kMinRowsPerThread = 12;  // fewer rows do not repay a thread
-constexpr int64_t kRowsPerGroup = 16;      // rows that attend to a shared prefix together
-constexpr int64_t kTensorsPerLayer = 16;
-constexpr int64_t kMaxSize = 1 << 20;  // of given sizes, whose products must not overflow
-
-constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
-
-struct Shape {
-  int64_t hidden, n_q, n_kv, dim, inner, max_len, growth_period;
-  Activation activation;
-  bool gated, parallel, layer_norms;
-  float eps, residual_scale, scale, softcap, query_growth;
-
-  int64_t place(int64_t row, int64_t head, int64_t position) const {
-    return ((row * n_kv + head) * max_len + position) * dim;
-  }
-};
-
-template <typename scalar_t>
-struct Norm {
-  const scalar_t *weight, *bias;
-  float offset;
-  bool is_layer_norm;
-};
-
-template <typename scalar_t>
-struct Layer {
-  Norm<scalar_t> norm, q_norm, k_norm, post_norm, mlp_norm, mlp_post_norm;
-  Matrix<scalar_t> qkv, out, up, down;
-  scalar_t *keys, *values;  // [rows, n_kv, max_len, dim]
-  int64_t window;
-  Rope rope;
-};
-
-template <typename scalar_t>
-struct Stage {
-  const Layer<scalar_t>* layers;
-  int64_t n_layers;
-  Norm<scalar_t> final_norm;
-  const scalar_t* x;
-  const int64_t *positions, *prefixes;
-  scalar_t* result;
-};
-
-// Rows whose first `shared` tokens are equal and cached in row `holder`; `longest` is the length of the longest row.
-struct PrefixGroup {
-  const int64_t* rows;
-  int64_t n_rows, shared, longest, holder;
-};
-
-// The buffers of one thread.
-struct Buffers {
-  float *x, *inner, *mixed, *gemm, *projected, *scores, *queries, *heads, *sums;
-  std::unique_ptr<float[]> memory;
-  std::vector<int64_t> order;
-  std::vector<PrefixGroup> prefix_groups;
-
-  Buffers(const Shape& shape, int64_t rows) {
-    const int64_t of_mixed = shape.n_q * shape.dim, of_qkv = of_mixed + 2 * shape.n_kv * shape.dim;
-    const int64_t projected_size = std::max(of_qkv, shape.inner * (shape.gated ? 2 : 1));
-    const int64_t group_size = std::min(kRowsPerGroup, rows) * (shape.n_q / shape.n_kv);
-    memory = aligned_buffers([&](const auto& take) {
-      for (float** part : {&x, &inner, &gemm}) *part = take(rows * shape.hidden);
-      mixed = take(rows * of_mixed), projected = take(rows * projected_size);
-      scores = take(group_size * padded(shape.max_len)), sums = take(group_size);
-      for (float** part : {&queries, &heads}) *part = take(group_size * shape.dim);
-    });
-  }
-
-  // Groups rows first..first+count by prefix; `prefixes` [3, S] are group numbers, shared lengths and holders.
-  void find_groups(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
-    order.resize(count), prefix_groups.clear();
-    std::iota(order.begin(), order.end(), first);
-    if (prefixes) {
-      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
-    }
-    for (const int64_t& row : order) {
-      const bool is_linked = prefixes && !prefix_groups.empty() && prefix_groups.back().n_rows < kRowsPerGroup &&
-                             prefixes[prefix_groups.back().rows[0]] == prefixes[row];
-      const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
-      if (!is_linked) prefix_groups.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
-      PrefixGroup& prefix_group = prefix_groups.back();
-      prefix_group.shared = std::min(prefix_group.shared, shared),
-      prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);
-      ++prefix_group.n_rows;
-    }
-  }
-};
+#include "decode_types.h"
 
 #define REALHF_KERNEL_FILE "decode_rows.h"
 #include "multi_isa.h"
@@ -138,10 +50,11 @@ class Reader {
 
   Norm<scalar_t> rms_norm(int64_t size) { return {take(size), nullptr, offset_, false}; }
 
-  Matrix<scalar_t> matrix(int64_t outs, int64_t depth) {
-    const scalar_t* tiles = take(outs * depth);
-    STD_TORCH_CHECK(tiles != nullptr, "decode_blocks: a matrix is missing");
-    return {tiles, take(outs), outs, depth};
+  // `count` matrices of the same size, and their biases; null if they may be missing.
+  Matrix<scalar_t> matrix(int64_t outs, int64_t depth, bool has_bias = true, int64_t count = 1, bool needed = true) {
+    const scalar_t* tiles = take(count * padded(outs) * depth);
+    STD_TORCH_CHECK(tiles != nullptr || !needed, "decode_blocks: a matrix is missing");
+    return {tiles, has_bias ? take(count * padded(outs)) : nullptr, padded(outs), depth};
   }
 
  private:
@@ -151,39 +64,65 @@ class Reader {
 };
 
 template <typename scalar_t>
-Layer<scalar_t> read_layer(Reader<scalar_t>& reader, const Shape& shape) {
-  const int64_t hidden = shape.hidden, of_q = shape.n_q * shape.dim;
-  Layer<scalar_t> layer{};
+void read_attention(Reader<scalar_t>& reader, const Shape& shape, Layer<scalar_t>& layer) {
+  const int64_t hidden = shape.hidden, of_q = shape.n_q * shape.dim, of_k = shape.n_kv * shape.dim;
   layer.norm = reader.norm(hidden);
-  layer.qkv = reader.matrix(of_q + 2 * shape.n_kv * shape.dim, hidden);
-  layer.q_norm = reader.rms_norm(shape.dim);
-  layer.k_norm = reader.rms_norm(shape.dim);
+  layer.qkv = reader.matrix(shape.of_qkv(), hidden);
+  layer.q_norm = reader.rms_norm(shape.norms_projections ? of_q : shape.dim);
+  layer.k_norm = reader.rms_norm(shape.norms_projections ? of_k : shape.dim);
   layer.out = reader.matrix(hidden, of_q);
   layer.post_norm = reader.rms_norm(hidden);
-  layer.mlp_norm = reader.norm(hidden);
-  layer.up = reader.matrix(shape.gated ? 2 * shape.inner : shape.inner, hidden);
-  layer.down = reader.matrix(hidden, shape.inner);
-  layer.mlp_post_norm = reader.rms_norm(hidden);
-  STD_TORCH_CHECK(layer.norm.weight && layer.mlp_norm.weight, "decode_blocks: a norm is missing");
-  return layer;
+  layer.sinks = reader.take(shape.n_q);
 }
 
 template <typename scalar_t>
+void read_mlp(Reader<scalar_t>& reader, const Shape& shape, Layer<scalar_t>& layer) {
+  const Routing& routing = shape.routing;
+  const int64_t hidden = shape.hidden, inner = layer.is_routed ? routing.inner : shape.inner;
+  const int64_t count = layer.is_routed ? routing.n_own : 1;
+  layer.mlp_norm = reader.norm(hidden);
+  layer.up = reader.matrix(shape.across(inner), hidden, true, count, count > 0);
+  layer.down = reader.matrix(hidden, inner, true, count, count > 0);
+  layer.mlp_post_norm = reader.rms_norm(hidden);
+  if (!layer.is_routed) return;
+  Router<scalar_t>& router = layer.router;
+  router.product = reader.matrix(routing.count, hidden);
+  router.choice_bias = reader.take(routing.count);
+  router.shared_up = reader.matrix(shape.across(routing.shared_inner), hidden, false, 1, false);
+  router.shared_down = reader.matrix(hidden, routing.shared_inner, false, 1, routing.shared_inner > 0);
+  router.shared_gate = reader.take(hidden);
+}
+
+// The tensors of a call beside the weights.
+struct Inputs {
+  const Tensor &x, &positions;
+  const std::optional<Tensor>& prefixes;
+  Tensor &k, &v;
+  int64_t* chosen;  // [routed layers, S, top_k], or null
+};
+
+template <typename scalar_t>
 void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<Rope>& ropes,
-         const std::vector<int64_t>& windows, float offset, Tensor& k, Tensor& v, const Tensor& x,
-         const Tensor& positions, const std::optional<Tensor>& prefixes, Tensor& result) {
+         const std::vector<int64_t>& windows, const std::vector<int64_t>& routed, float offset, const Inputs& inputs,
+         Tensor& result) {
+  const auto& [x, positions, prefixes, k, v, chosen] = inputs;
   Reader<scalar_t> reader(weights, offset, shape.layer_norms);
   std::vector<Layer<scalar_t>> layers;
-  const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim;
+  const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim, n_choices = x.size(0) * shape.routing.top_k;
+  int64_t* next_chosen = chosen;
   for (size_t i = 0; i < windows.size(); ++i) {
-    layers.push_back(read_layer(reader, shape));
-    layers[i].keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
-    layers[i].values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
-    layers[i].window = windows[i], layers[i].rope = ropes[i];
+    Layer<scalar_t>& layer = layers.emplace_back();
+    layer.is_routed = routed[i] != 0, layer.window = windows[i], layer.rope = ropes[i];
+    layer.keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
+    layer.values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
+    if (shape.halves != Halves::mlp) read_attention(reader, shape, layer);
+    if (shape.halves == Halves::attention) continue;
+    read_mlp(reader, shape, layer);
+    if (layer.is_routed && chosen) layer.chosen = next_chosen, next_chosen += n_choices;
   }
   const Stage<scalar_t> stage{layers.data(),
                               static_cast<int64_t>(layers.size()),
-                              reader.norm(shape.hidden),
+                              shape.halves == Halves::both ? reader.norm(shape.hidden) : Norm<scalar_t>{},
                               static_cast<const scalar_t*>(x.const_data_ptr()),
                               positions.const_data_ptr<int64_t>(),
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
@@ -197,7 +136,7 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
     Buffers buffers(shape, std::min(kRowsAtOnce, stop - from * share));
     for (int64_t row = from * share; row < stop; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, stop - row);
-      buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
+      if (shape.halves != Halves::mlp) buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
       work(shape, stage, row, count, buffers);
     }
   });
@@ -223,7 +162,34 @@ void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, 
   }
 }
 
-Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner) {
+void check_sizes(std::initializer_list<int64_t> sizes) {
+  for (const int64_t size : sizes) {
+    STD_TORCH_CHECK(size >= 0 && size <= kMaxSize && size % kPadding == 0, "decode_blocks: size ", size,
+                    " is no multiple of ", kPadding, " up to ", kMaxSize);
+  }
+}
+
+// Of [count, first, n_own, top_k, n_groups, n_used, is_sigmoid, renormalises, inner, shared_inner]; empty without experts.
+Routing checked_routing(const std::vector<int64_t>& sizes, double scale) {
+  if (sizes.empty()) return {};
+  STD_TORCH_CHECK(sizes.size() == 10, "decode_blocks: ", sizes.size(), " numbers about routed experts");
+  const Routing routing{sizes[0],      sizes[1],      sizes[2], sizes[3], sizes[4],
+                        sizes[5],      sizes[6] != 0, sizes[7] != 0, sizes[8], sizes[9],
+                        static_cast<float>(scale)};
+  STD_TORCH_CHECK(routing.count > 0 && routing.count <= kMaxSize && routing.first >= 0 && routing.n_own >= 0 &&
+                      routing.n_own <= routing.count && routing.first <= routing.count - routing.n_own,
+                  "decode_blocks: experts ", routing.first, " + ", routing.n_own, " of ", routing.count);
+  STD_TORCH_CHECK(routing.n_groups > 0 && routing.count % routing.n_groups == 0 && routing.n_used > 0 &&
+                      routing.n_used <= routing.n_groups &&
+                      (routing.n_used == routing.n_groups || routing.count > routing.n_groups),
+                  "decode_blocks: ", routing.n_used, " of ", routing.n_groups, " groups of ", routing.count, " experts");
+  STD_TORCH_CHECK(routing.top_k > 0 && routing.top_k <= routing.count / routing.n_groups * routing.n_used,
+                  "decode_blocks: a token chooses ", routing.top_k, " of ", routing.count, " experts");
+  check_sizes({routing.inner, routing.shared_inner});
+  return routing;
+}
+
+Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner, Halves halves) {
   STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
                       v.numel() == k.numel() && k.size(1) >= x.size(0),
                   "decode_blocks: x must be [S, D], k and v [L, slots >= S, K, max_len, d], contiguous");
@@ -231,13 +197,15 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n
                       (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
                   "decode_blocks: x, k and v must be float32 or bfloat16, all alike");
   Shape shape{};
-  shape.hidden = x.size(1), shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3);
-  shape.dim = k.size(4), shape.inner = inner;
-  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads > 0 && n_heads <= kMaxSize && n_heads % shape.n_kv == 0, "decode_blocks: ", n_heads, " heads over ", shape.n_kv);
-  for (const int64_t size : {shape.hidden, shape.dim, inner}) {
-    STD_TORCH_CHECK(size > 0 && size <= kMaxSize && size % kPadding == 0, "decode_blocks: size ", size,
-                    " is no multiple of ", kPadding, " up to ", kMaxSize);
-  }
+  shape.hidden = x.size(1), shape.inner = inner, shape.halves = halves;
+  check_sizes({shape.hidden, inner});
+  STD_TORCH_CHECK(shape.hidden > 0, "decode_blocks: x has no columns");
+  if (halves == Halves::mlp) return shape;
+  shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3), shape.dim = k.size(4);
+  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads > 0 && n_heads <= kMaxSize && n_heads % shape.n_kv == 0, "decode_blocks: ",
+                  n_heads, " heads over ", shape.n_kv);
+  check_sizes({shape.dim});
+  STD_TORCH_CHECK(shape.dim > 0, "decode_blocks: heads have no columns");
   return shape;
 }
 
@@ -252,36 +220,67 @@ std::vector<Rope> ropes_of(const std::vector<Tensor>& angles, const std::vector<
   return ropes;
 }
 
-Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
-                         const std::optional<Tensor>& prefixes, std::vector<Tensor> angles,
-                         std::vector<int64_t> table_of, std::vector<int64_t> windows, int64_t n_heads, int64_t inner,
-                         int64_t activation, bool gated, bool parallel, bool layer_norms, double eps, double offset,
-                         double residual_scale, double scale, double softcap, double query_growth,
-                         int64_t growth_period) {
-  Shape shape = checked_shape(x, k, v, n_heads, inner);
-  STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) && table_of.size() == windows.size() &&
-                      weights.size() == windows.size() * kTensorsPerLayer + 2,
-                  "decode_blocks: ", weights.size(), " weights, ", windows.size(), " windows and ", table_of.size(),
+// The experts of tokens, [routed layers, S, top_k] int64, or null.
+int64_t* checked_chosen(std::optional<Tensor>& chosen, int64_t n_routed, int64_t n_rows, int64_t top_k) {
+  if (!chosen) return nullptr;
+  STD_TORCH_CHECK(chosen->dim() == 3 && chosen->size(0) == n_routed && chosen->size(1) == n_rows &&
+                      chosen->size(2) == top_k && chosen->is_contiguous() && chosen->scalar_type() == ScalarType::Long,
+                  "decode_blocks: chosen must be [", n_routed, ", ", n_rows, ", ", top_k, "] int64, contiguous");
+  return chosen->mutable_data_ptr<int64_t>();
+}
+
+void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>& windows,
+                  const std::vector<int64_t>& routed, const std::vector<int64_t>& table_of, const Tensor& x,
+                  const Tensor& k, const Shape& shape) {
+  const int64_t n_layers = windows.size(), n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
+  const bool is_one = shape.halves == Halves::both || n_layers == 1;
+  int64_t expected = shape.halves == Halves::both ? 2 : 0;  // of the final norm
+  if (shape.halves != Halves::mlp) expected += n_layers * kOfAttention;
+  if (shape.halves != Halves::attention) expected += n_layers * kOfMlp + n_routed * kOfRouter;
+  STD_TORCH_CHECK(is_one && (shape.halves == Halves::mlp || n_layers == k.size(0)) &&
+                      static_cast<int64_t>(table_of.size()) == n_layers &&
+                      static_cast<int64_t>(routed.size()) == n_layers &&
+                      static_cast<int64_t>(weights.size()) == expected && (n_routed == 0 || shape.routing.count > 0),
+                  "decode_blocks: ", weights.size(), " weights, ", n_layers, " windows and ", table_of.size(),
                   " tables of ", k.size(0), " layers");
-  STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
   for (const Tensor& given : weights) {
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }
-  const std::vector<Rope> ropes = ropes_of(angles, table_of, shape.dim);
-  int64_t limit = shape.max_len;
-  for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
-  const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
-  check_rows(positions, prefixes, x.size(0), limit, has_windows);
-  STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);
+}
+
+Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
+                         const std::optional<Tensor>& prefixes, std::vector<Tensor> angles,
+                         std::vector<int64_t> table_of, std::vector<int64_t> windows, std::vector<int64_t> routed,
+                         std::vector<int64_t> routing, std::optional<Tensor> chosen, int64_t halves,
+                         int64_t n_heads, int64_t inner, int64_t activation, bool gated, bool parallel,
+                         bool layer_norms, bool has_gates, bool norms_projections, double eps, double offset,
+                         double residual_scale, double scale, double softcap, double query_growth,
+                         int64_t growth_period, double expert_scale) {
+  STD_TORCH_CHECK(halves >= 0 && halves <= 2, "decode_blocks: halves ", halves);
+  Shape shape = checked_shape(x, k, v, n_heads, inner, static_cast<Halves>(halves));
+  shape.routing = checked_routing(routing, expert_scale);
+  check_layers(weights, windows, routed, table_of, x, k, shape);
+  STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
+  STD_TORCH_CHECK(activation >= 0 && activation <= 3 && (activation < 3 || gated), "decode_blocks: activation ",
+                  activation);
   shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
-  shape.layer_norms = layer_norms, shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
+  shape.layer_norms = layer_norms, shape.has_gates = has_gates, shape.norms_projections = norms_projections;
+  shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
   shape.softcap = static_cast<float>(softcap), shape.residual_scale = static_cast<float>(residual_scale);
   shape.query_growth = static_cast<float>(query_growth), shape.growth_period = growth_period;
+  std::vector<Rope> ropes(windows.size());
+  if (shape.halves != Halves::mlp) {
+    ropes = ropes_of(angles, table_of, shape.dim);
+    int64_t limit = shape.max_len;
+    for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
+    const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
+    check_rows(positions, prefixes, x.size(0), limit, has_windows);
+  }
+  const int64_t n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
+  const Inputs inputs{x, positions, prefixes, k, v, checked_chosen(chosen, n_routed, x.size(0), shape.routing.top_k)};
   Tensor result = torch::stable::new_empty(x, {x.size(0), x.size(1)});
   const auto all = x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>;
-  if (x.size(0) > 0) {
-    all(shape, weights, ropes, windows, static_cast<float>(offset), k, v, x, positions, prefixes, result);
-  }
+  if (x.size(0) > 0) all(shape, weights, ropes, windows, routed, static_cast<float>(offset), inputs, result);
   return result;
 }
 
@@ -291,9 +290,10 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
       "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes,"
-      " Tensor[] angles, int[] table_of, int[] windows, int n_heads, int inner, int activation, bool gated,"
-      " bool parallel, bool layer_norms, float eps, float offset, float residual_scale, float scale, float softcap,"
-      " float query_growth, int growth_period) -> Tensor");
+      " Tensor[] angles, int[] table_of, int[] windows, int[] routed, int[] routing, Tensor(c!)? chosen, int halves,"
+      " int n_heads, int inner, int activation, bool gated, bool parallel, bool layer_norms,"
+      " bool has_gates, bool norms_projections, float eps, float offset, float residual_scale, float scale,"
+      " float softcap, float query_growth, int growth_period, float expert_scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

@@ -98,38 +98,16 @@ REALHF_NOINLINE void normalise(const Norm<scalar_t>& norm, float eps, int64_t ro
   }
 }
 
-template <Activation activation>
-REALHF_INLINE void activate_all(const Shape& shape, int64_t rows, float* projected) {
-  const int64_t inner = shape.inner, across = shape.gated ? 2 * inner : inner;
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* from = projected + r * across;
-    for (int64_t c = 0; c < inner; c += kLanes) {
-      Floats value = activated<activation>(load(from + c));
-      if (shape.gated) value *= load(from + inner + c);
-      store(projected + r * inner + c, value);
-    }
-  }
-}
-
-// projected[rows, inner or 2 * inner] -> [rows, inner], in place.
-REALHF_NOINLINE void activate(const Shape& shape, int64_t rows, float* projected) {
-  switch (shape.activation) {
-    case Activation::silu:
-      return activate_all<Activation::silu>(shape, rows, projected);
-    case Activation::gelu:
-      return activate_all<Activation::gelu>(shape, rows, projected);
-    case Activation::gelu_tanh:
-      return activate_all<Activation::gelu_tanh>(shape, rows, projected);
-  }
-}
-
 template <typename scalar_t>
 REALHF_INLINE void convert(scalar_t* to, const float* from, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) store(to + c, load(from + c));
 }
 
-// Replaces a row of scores, padded to whole vectors, by exponentials and returns their sum.
-REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float* scores) {
+#include "expert_rows.h"
+
+// Replaces a row of scores, padded to whole vectors, by exponentials and returns their sum, with that of a sink, the
+// score of one more key without a value (minus infinity: none).
+REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float sink, float* scores) {
   Floats most = Floats{} - kInfinity, sums = {};
   for (int64_t j = 0; j < count; j += kLanes) {
     Floats some = load(scores + j) * shape.scale;
@@ -138,13 +116,14 @@ REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float* scor
     store(scores + j, some);
     most = larger(some, most);
   }
-  const float largest = horizontal_max(most);
+  const float of_keys = horizontal_max(most), largest = sink > of_keys ? sink : of_keys;
   for (int64_t j = 0; j < count; j += kLanes) {
     const Floats share = exp_of(load(scores + j) - largest);
     store(scores + j, share);
     sums += share;
   }
-  return horizontal_sum(sums);
+  const float sum = horizontal_sum(sums);
+  return sink == -kInfinity ? sum : sum + exp_of(Floats{} + (sink - largest))[0];
 }
 
 // Normalises and rotates a row's queries and keys and writes its keys and values to the cache.
@@ -154,8 +133,9 @@ REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, 
   const int64_t dim = shape.dim;
   float *k = qkv + shape.n_q * dim, *v = k + shape.n_kv * dim;
   if (layer.q_norm.weight) {
-    normalise(layer.q_norm, shape.eps, shape.n_q, dim, qkv, qkv);
-    normalise(layer.k_norm, shape.eps, shape.n_kv, dim, k, k);
+    const bool whole = shape.norms_projections;
+    normalise(layer.q_norm, shape.eps, whole ? 1 : shape.n_q, whole ? shape.n_q * dim : dim, qkv, qkv);
+    normalise(layer.k_norm, shape.eps, whole ? 1 : shape.n_kv, whole ? shape.n_kv * dim : dim, k, k);
   }
   for (int64_t h = 0; h < (layer.rope.rotary_dim > 0 ? shape.n_q + shape.n_kv : 0); ++h) {
     rotate(layer.rope, position, 1.0f, qkv + h * dim);
@@ -201,7 +181,8 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
     float* const of_row = scores + i * group_size * across;
     scores_of(group_size, count, dim, buffers.queries + i * group_size * dim, keys, of_row + shared, across);
     for (int64_t g = 0; g < group_size; ++g) {
-      buffers.sums[i * group_size + g] = softmax_row(shape, shared + count, of_row + g * across);
+      const float sink = layer.sinks ? as_float(layer.sinks[head * group_size + g]) : -kInfinity;
+      buffers.sums[i * group_size + g] = softmax_row(shape, shared + count, sink, of_row + g * across);
     }
   }
   if (shared > 0) weighted_sum(n_queries, shared, dim, scores, across, layer.values + first, false, out);
@@ -220,7 +201,7 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
 template <typename scalar_t>
 REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
                                 int64_t from, const int64_t* positions, Buffers& buffers) {
-  const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
+  const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = shape.of_qkv();
   for (int64_t head = 0; head < shape.n_kv; ++head) {
     for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
       convert(buffers.queries + i * of_group,
@@ -234,35 +215,83 @@ REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer
   }
 }
 
-// x += scale * (inner . matrix^T + bias), with a post-norm if the model has one.
+// x += scale * product, with a post-norm if the model has one.
 template <typename scalar_t>
-REALHF_INLINE void add_product(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
-                               int64_t rows, const float* inner, const Buffers& buffers, float* x) {
-  if (!post.weight && shape.residual_scale == 1) return linear(matrix, rows, inner, true, x, shape.hidden);
-  linear(matrix, rows, inner, false, buffers.gemm, shape.hidden);
-  if (post.weight) normalise(post, shape.eps, rows, shape.hidden, buffers.gemm, buffers.gemm);
+REALHF_INLINE void add_product(const Shape& shape, const Norm<scalar_t>& post, int64_t rows, Buffers& buffers) {
+  float *const x = buffers.x, *const product = buffers.product;
+  if (post.weight) normalise(post, shape.eps, rows, shape.hidden, product, product);
   for (int64_t c = 0; c < rows * shape.hidden; c += kLanes) {
-    store(x + c, load(x + c) + load(buffers.gemm + c) * shape.residual_scale);
+    store(x + c, load(x + c) + load(product + c) * shape.residual_scale);
   }
+}
+
+// x += scale * (inner . matrix^T + bias); of a half whose result is its product, this product only.
+template <typename scalar_t>
+REALHF_INLINE void add_linear(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
+                              int64_t rows, const float* inner, Buffers& buffers) {
+  const bool is_plain = shape.halves == Halves::both && !post.weight && shape.residual_scale == 1;
+  linear(matrix, rows, inner, is_plain, is_plain ? buffers.x : buffers.product, shape.hidden);
+  if (shape.halves == Halves::both && !is_plain) add_product(shape, post, rows, buffers);
+}
+
+// mixed[rows, heads] *= sigmoid of the gates, which are behind the values.
+REALHF_INLINE void apply_gates(const Shape& shape, int64_t rows, Buffers& buffers) {
+  const int64_t size = shape.n_q * shape.dim, of_qkv = shape.of_qkv();
+  for (int64_t r = 0; r < rows; ++r) {
+    float* const mixed = buffers.mixed + r * size;
+    const float* const gates = buffers.projected + (r + 1) * of_qkv - size;
+    for (int64_t c = 0; c < size; c += kLanes) store(mixed + c, load(mixed + c) * sigmoid(load(gates + c)));
+  }
+}
+
+// inner = the norm of x; x itself for a model without norms of inputs.
+template <typename scalar_t>
+REALHF_INLINE void normalise_input(const Shape& shape, const Norm<scalar_t>& norm, int64_t rows, Buffers& buffers) {
+  if (norm.weight) return normalise(norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
+  convert(buffers.inner, buffers.x, rows * shape.hidden);
+}
+
+template <typename scalar_t>
+REALHF_INLINE void run_attention(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
+                                 const int64_t* positions, Buffers& buffers) {
+  const int64_t of_qkv = shape.of_qkv();
+  normalise_input(shape, layer.norm, rows, buffers);
+  linear(layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
+  for (int64_t r = 0; r < rows; ++r) {
+    append_row(shape, layer, first + r, positions[first + r], buffers.projected + r * of_qkv);
+  }
+  for (const PrefixGroup& prefix_group : buffers.prefix_groups) {
+    attend_group(shape, layer, prefix_group, first, positions, buffers);
+  }
+  if (shape.has_gates) apply_gates(shape, rows, buffers);
+}
+
+// `inner` is the normalised input.
+template <typename scalar_t>
+REALHF_INLINE void run_mlp(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
+                           Buffers& buffers) {
+  if (layer.is_routed) {
+    run_experts(shape, layer, first, rows, buffers);
+    if (shape.halves == Halves::both) add_product(shape, layer.mlp_post_norm, rows, buffers);
+    return;
+  }
+  linear(layer.up, rows, buffers.inner, false, buffers.projected, layer.up.outs);
+  activate(shape, shape.inner, rows, buffers.projected);
+  add_linear(shape, layer.down, layer.mlp_post_norm, rows, buffers.projected, buffers);
 }
 
 template <typename scalar_t>
 REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
                              const int64_t* positions, Buffers& buffers) {
-  const int64_t of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
-  normalise(layer.norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
-  linear(layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
-  for (int64_t r = 0; r < rows; ++r) {
-    append_row(shape, layer, first + r, positions[first + r], buffers.projected + r * of_qkv);
+  const bool is_parallel = shape.parallel && shape.halves == Halves::both;
+  if (shape.halves != Halves::mlp) {
+    run_attention(shape, layer, first, rows, positions, buffers);
+    if (is_parallel) normalise_input(shape, layer.mlp_norm, rows, buffers);
+    add_linear(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers);
   }
-  for (const PrefixGroup& prefix_group : buffers.prefix_groups)
-    attend_group(shape, layer, prefix_group, first, positions, buffers);
-  if (shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
-  add_product(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers, buffers.x);
-  if (!shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
-  linear(layer.up, rows, buffers.inner, false, buffers.projected, layer.up.outs);
-  activate(shape, rows, buffers.projected);
-  add_product(shape, layer.down, layer.mlp_post_norm, rows, buffers.projected, buffers, buffers.x);
+  if (shape.halves == Halves::attention) return;
+  if (!is_parallel) normalise_input(shape, layer.mlp_norm, rows, buffers);
+  run_mlp(shape, layer, first, rows, buffers);
 }
 
 template <typename scalar_t>
@@ -276,7 +305,7 @@ REALHF_INLINE void run_some(const Shape& shape, const Stage<scalar_t>& stage, in
   if (stage.final_norm.weight) {
     normalise(stage.final_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.x);
   }
-  convert(stage.result + first * shape.hidden, buffers.x, size);
+  convert(stage.result + first * shape.hidden, shape.halves == Halves::both ? buffers.x : buffers.product, size);
 }
 
 void run_stage(const Shape& shape, const Stage<float>& stage, int64_t first, int64_t rows, Buffers& buffers) {

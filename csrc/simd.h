@@ -61,6 +61,14 @@ REALHF_INLINE Floats load(const BFloat16* from) {
   return (Floats)bits;
 }
 
+REALHF_INLINE float as_float(float value) { return value; }
+REALHF_INLINE float as_float(const BFloat16& value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
 REALHF_INLINE void store(float* to, const Floats& lanes) { *reinterpret_cast<FloatsThere*>(to) = lanes; }
 
 REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest even; NaN stays NaN

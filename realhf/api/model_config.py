@@ -244,11 +244,3 @@ class ModelConfig:
                 base = self.rotary_base * growth ** (dims / (dims - 2))
                 return replace(self, rotary_base=base, rotary_scaling=(), max_positions=max(longest, positions))
         return self
-
-    @property
-    def is_fusable(self) -> bool:
-        """Return True if the fused decoding kernel supports the blocks: dense, sizes in multiples of 16, pre-norms."""
-        has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full" and self.latent is None
-        has_kernel = has_kernel and not self.delta_layers and not self.attention_gate
-        has_kernel = has_kernel and self.activation in KERNEL_ACTIVATIONS
-        return has_kernel and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

@@ -180,14 +180,24 @@ def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> t
 
     These are None without a router in training.
     """
+    after = run_attention(block, index, x, context)
+    return run_mlp(block, index, after, x if context.config.parallel_residual else after, context)
+
+
+def run_attention(block: Block, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+    """Return ``x`` ``[T, D]`` plus the attention of its norm."""
     if isinstance(block.attention, LinearAttention):
-        after = _linear_attention(block.attention, index, x, context)
-    else:
-        after = _attention(block.attention, index, x, context)
-    mlp_input = x if context.config.parallel_residual else after
+        return _linear_attention(block.attention, index, x, context)
+    return _attention(block.attention, index, x, context)
+
+
+def run_mlp(
+    block: Block, index: int, x: Tensor, mlp_input: Tensor, context: ForwardContext
+) -> tuple[Tensor, RouterSums | None]:
+    """Return ``x`` plus the MLP of the norm of ``mlp_input``, and the sums of its router."""
     if isinstance(block.mlp, Experts):
-        return _experts(block.mlp, index, after, normalise(block.mlp.norm, mlp_input), context)
-    return _mlp(block.mlp, after, mlp_input, context), None
+        return _experts(block.mlp, index, x, normalise(block.mlp.norm, mlp_input), context)
+    return _mlp(block.mlp, x, mlp_input, context), None
 
 
 def _attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
@@ -250,7 +260,7 @@ def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Ten
         def contract(wide: Tensor) -> Tensor:
             return linear(activated(wide), mlp.down, None, mlp.down_adapter, context.dropout)
 
-        return _add(x, context.product(contract, wide), mlp.b_down, mlp.post_norm, context)
+        return add_output(x, context.product(contract, wide), mlp.b_down, mlp.post_norm, context)
     return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context, mlp.down_adapter)
 
 
@@ -270,7 +280,7 @@ def _experts(
     output = experts.mlps(all_tokens, all_weights, all_chosen, activation, context.expert_region)
     if experts.shared is not None:
         output = output + _shared_expert(experts.shared, experts.shared_gate, inner, all_tokens, context)
-    after = _add(x, output, None, experts.post_norm, context)
+    after = add_output(x, output, None, experts.post_norm, context)
     if router_loss is None:
         return after, None
     if (region := router_loss.region) is not tp_region:  # context parallelism
@@ -310,7 +320,7 @@ def _add_product(
 ) -> Tensor:
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
     if context.tp_region.group.size > 1 or post_norm is not None or context.config.residual_scale != 1:
-        return _add(x, linear(inner, weight, None, adapter, context.dropout), bias, post_norm, context)
+        return add_output(x, linear(inner, weight, None, adapter, context.dropout), bias, post_norm, context)
     if bias is None and isinstance(weight, Tensor):
         x = torch.addmm(x, inner, weight.t())  # with the residual addition
     else:
@@ -318,7 +328,10 @@ def _add_product(
     return x if adapter is None else adapter.add_to(x, inner, context.dropout)
 
 
-def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext) -> Tensor:
+def add_output(
+    x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext
+) -> Tensor:
+    """Return ``x`` plus the output of a half: the sum of ``partial`` over tensor-parallel ranks, with bias and norm."""
     output = context.tp_region.reduce_from_tp(partial)
     if bias is not None:
         output = output + bias

@@ -13,7 +13,7 @@ from realhf.models.attention.latent_attention import LatentProducts
 from realhf.models.attention.norm_weights import Norm
 from realhf.models.blocks import Attention, Block, Experts, LinearAttention, Mlp
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused_decode import FusedBlocks
+from realhf.models.fused.fused_blocks import FusedBlocks
 from realhf.models.low_rank import LowRank, column_keys, stacked
 from realhf.models.quantized_matrix import Matrix
 from realhf.models.quantized_params import QuantizedParams

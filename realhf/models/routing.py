@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
+from realhf.base.partition import consecutive_runs
 from realhf.ops.moe import expert_dtype
 
 SlotMoves = Sequence[tuple[int, int, int, int]]
@@ -84,6 +85,14 @@ class StageRouters:
     def numbers(self) -> tuple[int, ...]:
         """The places of the stage's routed blocks among the routed layers of the model."""
         return tuple(self._config.routed_layers.index(self._layers[index]) for index in self._routed)
+
+    def of_all_layers(self, sums: Tensor) -> Tensor:
+        """Return what is known of the stage's routed blocks for all routed layers, zero elsewhere."""
+        of_all = sums.new_zeros(len(self._config.routed_layers), sums.shape[1])
+        for places in consecutive_runs(self.numbers):
+            first = self.numbers[places.start]
+            of_all[first : first + len(places)] = sums[places.start : places.stop]
+        return of_all
 
     def new_cache(self, n_slots: int, max_len: int, device: torch.device) -> ExpertCache:
         return ExpertCache(self._config, len(self._routed), n_slots, max_len, device)

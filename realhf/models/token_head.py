@@ -1,12 +1,15 @@
-"""The unembedding of packed rows: what the states before tokens say about them."""
+"""The embedding of tokens, and the unembedding of packed rows: what the states before tokens say about them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, shard_box
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion
@@ -26,6 +29,38 @@ def vocab_shard(vocab: int, base: FlatParams, tp: Group) -> VocabShard:
     widths = tuple(stop - start for start, stop in spans)
     # by the box, not by the index in the group: groups order members by rank, a mesh may order them differently
     return VocabShard(base.box(names[0])[0][0], widths, tp.all_reduce, tp.all_max)
+
+
+def embed_tokens(
+    config: ModelConfig,
+    weight: Tensor,
+    of_positions: Tensor | None,
+    shard: VocabShard,
+    region: TensorParallelRegion,
+    tokens: Tensor,
+    positions: Tensor,
+    longest: int,
+) -> Tensor:
+    """Return the embeddings of tokens, ``[T, D]``, with those of their positions, which are below ``longest``.
+
+    ``weight`` is this rank's share ``[v, D]``. Raises ValueError for a row that is longer than the learned positions.
+    """
+    padding = -1 if config.padding_row is None else config.padding_row - shard.start
+    look_up = partial(F.embedding, padding_idx=padding if 0 <= padding < len(weight) else None)
+    if region.group.size == 1:
+        x = look_up(tokens, weight)
+    else:
+        local, is_local = shard.to_local(tokens, len(weight))
+        x = region.reduce_from_tp(look_up(local, weight) * is_local[:, None])
+    if config.scaled_embedding:
+        x = x * float(torch.tensor(config.hidden**0.5, dtype=x.dtype))  # rounded as in transformers
+    if config.embedding_scale != 1:
+        x = x * config.embedding_scale
+    if of_positions is not None:
+        if longest > len(of_positions):
+            raise ValueError(f"a row has {longest} tokens; this model has {len(of_positions)} positions")
+        x = x + F.embedding(region.local(positions), of_positions)
+    return x
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,22 @@ from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.attention.context_pass import ContextPass
-from realhf.models.attention.delta_mixer import delta_of, new_delta_cache
+from realhf.models.attention.delta_mixer import new_delta_cache, rows_of_states
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
 from realhf.models.bound_weights import BoundWeights, StageWeights, count_heads
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
+from realhf.models.fused.fused_blocks import DecodeStep, TiledBlocks, fuse_blocks
+from realhf.models.fused.tiles import pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
-from realhf.models.token_head import TokenHead, vocab_shard
+from realhf.models.token_head import TokenHead, embed_tokens, vocab_shard
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams
 from realhf.ops.cascade import SharedPrefixes
-from realhf.ops.delta.delta_rows import DeltaRows
 from realhf.ops.rows import RowLayout, on_device
 from realhf.ops.varlen import CachedRows, VarlenKernel
 
@@ -83,7 +83,7 @@ class Transformer:
         self.rotary = StageRotary(config, self.layers, self.device)
         self._weights: StageWeights | None = None
         self._bound_with_grad = False
-        self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
+        self._tiled_blocks: TiledBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
         sums = len(self._routers), 2 + config.n_experts
         self._router_sums = torch.zeros(sums, dtype=torch.float64, device=self.device)
@@ -107,11 +107,7 @@ class Transformer:
         with a ``token_weight``.
         """
         sums, self._router_sums = self._router_sums, torch.zeros_like(self._router_sums)
-        of_all = sums.new_zeros(len(self.config.routed_layers), sums.shape[1])
-        for places in consecutive_runs(self._routers.numbers):
-            first = self._routers.numbers[places.start]
-            of_all[first : first + len(places)] = sums[places.start : places.stop]
-        return of_all
+        return self._routers.of_all_layers(sums)
 
     @property
     def divides_tokens(self) -> bool:
@@ -135,7 +131,8 @@ class Transformer:
         sizes = (n_attention, *heads, n_slots, max_len)
         by_token = self._cache_kernel() is not None
         experts = self._routers.new_cache(n_slots, max_len, self.device) if records_experts else None
-        zeroed = self.weights.fused is None and not by_token
+        fused = self.weights.fused
+        zeroed = not by_token and (fused is None or not fused.computes_attention)
         delta = new_delta_cache(self.config, self.base, self.layers, n_slots)
         return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta)
 
@@ -149,10 +146,10 @@ class Transformer:
     def _bind(self) -> StageWeights:
         bound = BoundWeights(self.config, self.params, self.base)
         weights = bound.stage(self.layers, self.is_first, self._head_name if self.is_last else "")
-        if self.tp.size > 1 or (self.memory is not None and self.memory.weights is not None):
+        if self.memory is not None and self.memory.weights is not None:
             return weights
-        rules, blocks = (self._score_rules, self.rotary), weights.blocks
-        return replace(weights, fused=fuse_blocks(self.config, self.n_q, blocks, weights.final_norm, *rules))
+        shape = self._score_rules, self.rotary, self._places, self.tp.size, self.expert_region
+        return replace(weights, fused=fuse_blocks(self.config, self.n_q, weights.blocks, weights.final_norm, *shape))
 
     @property
     def weights(self) -> StageWeights:
@@ -209,7 +206,7 @@ class Transformer:
             indices = cache.indices(slot_of, layout.positions)
             routing = self._routers.recording(cache.experts, slot_of, layout.positions)
 
-        delta_rows = self._delta_rows(lengths, prefixes)
+        delta_rows = rows_of_states(self.config, lengths, prefixes, self.device)
         attend = PackedPass(self._attention(), layout, rotation, cache, indices, dropout, delta_rows, slot_of_row)
         with self._memory_of(EMBEDDING) if x is None else nullcontext():
             x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
@@ -231,8 +228,8 @@ class Transformer:
     @property
     def supports_shared_prefixes(self) -> bool:
         """``decode`` can read a prefix from the slot of another row."""
-        kernel = self._cache_kernel()
-        can_read = self.weights.fused is not None or (kernel is not None and kernel.reads_spans)
+        kernel, fused = self._cache_kernel(), self.weights.fused
+        can_read = kernel.reads_spans if kernel is not None else fused is not None and fused.computes_attention
         can_read = can_read and not self.config.delta_layers  # the states of a row are its own
         return can_read and not any(rule.window for rule in self._score_rules)
 
@@ -261,15 +258,22 @@ class Transformer:
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
         x = self._embed(tokens, positions, longest) if x is None else x
-        if (blocks := self.weights.fused) is not None:
+        slots = torch.arange(count, device=positions.device)
+        routing = self._routers.recording(cache.experts, slots, positions)
+        if (fused := self.weights.fused) is not None:
             assert not isinstance(prefixes, SharedPrefixes)
-            x = (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, longest)
-            return self._for_head(x)
+            blocks, step = self._tiled_blocks or fused.tiled(), DecodeStep(positions, cache, prefixes, longest, routing)
+            if fused.is_whole:
+                return self._for_head(blocks.run(x, step))
         kernel = self._cache_kernel() if cache.by_token else None
         rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         rotation = self.rotary.rotation(positions, longest)
-        attend = DecodePass(self._attention(), rotation, cache, positions, longest, rows, prefixes)
-        return self._run(x, count, attend, routing=self._routers.recording(cache.experts, attend.slots, positions))
+        attend = DecodePass(self._attention(), rotation, cache, slots, positions, longest, rows, prefixes)
+        if fused is None:
+            return self._run(x, count, attend, routing=routing)
+        return self._last(
+            blocks.run_halves(x, step, self.weights.blocks, self._context(count, attend, routing=routing))
+        )
 
     def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run ``tokens`` ``[T]`` of one row, which follow ``start`` cached ones in ``slot``; return ``[T, D]``.
@@ -281,7 +285,7 @@ class Transformer:
         slots = torch.full_like(positions, slot)
         rotation, indices = self.rotary.rotation(positions, stop), cache.indices(slots, positions)
         x = self._embed(tokens, positions, stop) if x is None else x
-        delta_rows = self._delta_rows((len(tokens),), ())
+        delta_rows = rows_of_states(self.config, (len(tokens),), (), self.device)
         attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop, delta_rows)
         return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
 
@@ -290,11 +294,6 @@ class Transformer:
 
     def _attention(self) -> StageAttention:
         return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks, self._places)
-
-    def _delta_rows(self, lengths: Sequence[int], prefixes: Sequence[int]) -> DeltaRows | None:
-        if not self.config.delta_layers:
-            return None
-        return DeltaRows(tuple(lengths), tuple(prefixes), delta_of(self.config).kernel, self.device)
 
     def _run(
         self,
@@ -307,11 +306,9 @@ class Transformer:
         dropout: Dropout | None = None,
         blocks: range | None = None,
     ) -> Tensor:
-        weights, tp_region = self.weights, self.tp_region(n_tokens)
-        blocks = range(len(self.layers)) if blocks is None else blocks
+        weights, blocks = self.weights, range(len(self.layers)) if blocks is None else blocks
         recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
-        context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
-                                 routing, dropout, self.expert_region, recompute is Recompute.selective)  # fmt: skip
+        context = self._context(n_tokens, attend, router_loss, routing, dropout, recompute is Recompute.selective)
         whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
         run = whole_block if recompute is Recompute.full else run_block
         for index in blocks:
@@ -329,7 +326,24 @@ class Transformer:
             return x
         if self.memory is not None:
             self.memory.enter_head()
-        return x if weights.final_norm is None else self._for_head(weights.final_norm(x))
+        return self._last(x)
+
+    def _context(
+        self,
+        n_tokens: int,
+        attend: PassAttention,
+        router_loss: RouterLoss | None = None,
+        routing: Routing | None = None,
+        dropout: Dropout | None = None,
+        recomputes_inputs: bool = False,
+    ) -> ForwardContext:
+        return ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, self.tp_region(n_tokens), attend,
+                              router_loss, routing, dropout, self.expert_region, recomputes_inputs)  # fmt: skip
+
+    def _last(self, x: Tensor) -> Tensor:
+        """Return what a stage passes on: on the last one, final hidden states."""
+        norm = self.weights.final_norm
+        return x if norm is None else self._for_head(norm(x))
 
     def _for_head(self, hidden: Tensor) -> Tensor:
         """Scale final hidden states instead of logits, which are more."""
@@ -337,24 +351,12 @@ class Transformer:
         return hidden * self.config.logit_scale if scales else hidden
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        weights, tp_region = self.weights, self.tp_region(len(tokens))
+        weights = self.weights
         assert weights.embed is not None, "a later stage takes the hidden states of the previous stage"
-        padding = -1 if self.config.padding_row is None else self.config.padding_row - self._vocab_shard.start
-        look_up = partial(F.embedding, padding_idx=padding if 0 <= padding < len(weights.embed) else None)
-        if self.tp.size == 1:
-            x = look_up(tokens, weights.embed)
-        else:
-            local, is_local = self._vocab_shard.to_local(tokens, len(weights.embed))
-            x = tp_region.reduce_from_tp(look_up(local, weights.embed) * is_local[:, None])
-        if self.config.scaled_embedding:
-            x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # rounded as in transformers
-        if self.config.embedding_scale != 1:
-            x = x * self.config.embedding_scale
-        if weights.positions is not None:
-            if longest > len(weights.positions):
-                raise ValueError(f"a row has {longest} tokens; this model has {len(weights.positions)} positions")
-            x = x + F.embedding(tp_region.local(positions), weights.positions)
-        return x
+        own = weights.embed, weights.positions
+        return embed_tokens(
+            self.config, *own, self._vocab_shard, self.tp_region(len(tokens)), tokens, positions, longest
+        )
 
     @property
     def head(self) -> Tensor:
@@ -364,10 +366,10 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of a few tokens, ``[S, V]`` float32, for sampling. Collective over ``tp``."""
         if self._tiled_head is not None:
-            logits = tiled_linear(hidden, self._tiled_head, self.config.vocab)
+            local = tiled_linear(hidden, self._tiled_head, len(self.head))
         else:
             local = F.linear(hidden, self.head).float()
-            logits = gather_columns(local, self.tp, self._vocab_shard.start, self.config.vocab)
+        logits = gather_columns(local, self.tp, self._vocab_shard.start, self.config.vocab)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 

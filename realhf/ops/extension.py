@@ -1,7 +1,7 @@
 """Loads the compiled kernels of csrc at first use; they are compiled if there are none but a compiler.
 
 A kernel is called only by the function of ops/ that also has its reference implementation in plain torch. (The
-reference implementation of ``decode_blocks`` is the model itself: models/fused_decode.py.)
+reference implementation of ``decode_blocks`` is the model itself: models/fused/fused_blocks.py.)
 """
 
 import warnings

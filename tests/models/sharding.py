@@ -48,6 +48,8 @@ def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True, overlap: b
     return ShardedLayout(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence, overlap)
 
 
+N_SAMPLES = 3
+"""Of a prompt in generation."""
 LAYOUTS: Mapping[str, ShardedLayout] = {
     "whole": _sharded((0,), "d1t1p1"),
     "t2": _sharded((0, 1), "t2"),
@@ -113,6 +115,7 @@ class WorkerResult:
     sampled: dict[tuple[int, int], Tensor]
     sampled_logprobs: dict[tuple[int, int], Tensor]
     stats: Stats
+    shares_prompts: bool
     sampled_experts: dict[tuple[int, int], Tensor] | None = None
 
 
@@ -194,12 +197,17 @@ def run(engine: NativeEngine) -> WorkerResult:
     sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
     if not is_critic and strategy.expert_dp == strategy.vpp == 1 and not strategy.context:
         is_routed = bool(engine.config.n_experts)
-        responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5, record_experts=is_routed)
+        responses = engine.generate(
+            prompts, GenerationConfig(max_new_tokens=4), N_SAMPLES, seed=5, record_experts=is_routed
+        )
         sampled |= {"routed_experts": {}} if is_routed else {}
         ids = [(row.prompt, row.sample) for row in responses.ids]
         sampled = {key: dict(zip(ids, responses.columns[key].rows(), strict=True)) for key in sampled}
+    shares = engine.model.supports_shared_prefixes
     stats = engine.train(rows, regression if is_critic else likelihood, float(rows["tokens"].numel()))
-    return WorkerResult(coord.dp, columns, sampled["tokens"], sampled["logprobs"], stats, sampled.get("routed_experts"))
+    return WorkerResult(
+        coord.dp, columns, sampled["tokens"], sampled["logprobs"], stats, shares, sampled.get("routed_experts")
+    )
 
 
 def with_some_experts(batch: SequenceBatch, config: ModelConfig) -> SequenceBatch:

@@ -1,14 +1,15 @@
 """The fused decoding kernel against the unfused reference implementation."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.api.model_config import ModelConfig
-from realhf.models.fused_decode import pack_tiles, tiled_linear
+from realhf.api.model_config import GatedDelta, Latent, ModelConfig
+from realhf.models.fused.tiles import pack_tiles, tiled_linear
 from realhf.models.hf_folder import init_random
 from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
@@ -24,6 +25,7 @@ LAYER_NORMS = {
     "mlp": "ungated",
     "n_kv_heads": 4,
 }
+EXPERTS = {"n_experts": 6, "experts_per_token": 3, "expert_intermediate": 32}
 CONFIGS = {
     "llama": LLAMA,
     "wide heads": replace(LLAMA, head_dim=48, n_heads=6, n_kv_heads=1),
@@ -43,7 +45,29 @@ CONFIGS = {
                        sliding_windows=(5, 5, 0), unrotated_layers=(2,), logit_scale=0.4),
     "smollm3": replace(LLAMA, unrotated_layers=(0, 2)),
     "ministral3": replace(LLAMA, query_growth=(0.5, 16)),
+    "olmo2": replace(LLAMA, norm_placement="post", qk_norm="full"),
+    "gates": replace(LLAMA, attention_gate=True, qk_norm="head", rotary_dims=8),
+    "mixtral": replace(LLAMA, **EXPERTS),
+    "olmoe": replace(LLAMA, **EXPERTS, qk_norm="full", renormalise_experts=False),
+    "qwen2_moe": replace(LLAMA, **EXPERTS, qkv_bias=True, shared_intermediate=48, shared_gate=True, dense_layers=(1,)),
+    "glm4_moe": replace(LLAMA, **EXPERTS, qkv_bias=True, expert_scores="sigmoid", choice_bias=True, expert_scale=1.5,
+                        expert_groups=(3, 2), shared_intermediate=32, dense_layers=(0,), rotary_dims=8),
+    "gpt_oss": replace(LLAMA, **EXPERTS, qkv_bias=True, proj_bias=True, expert_bias=True, attention_sinks=True,
+                       activation="clamped_swiglu", sliding_windows=(5, 0, 5)),
+    "many experts": replace(LLAMA, n_experts=70, experts_per_token=9, expert_intermediate=16, norm_placement="sandwich",
+                            residual_scale=0.4),
 }  # fmt: skip
+LATENT = replace(LLAMA, **EXPERTS, latent=Latent(kv_rank=24, value_dim=12, q_rank=20), n_kv_heads=4, head_dim=20,
+                 rotary_dims=8, shared_intermediate=32, dense_layers=(0,))  # fmt: skip
+PARTLY_FUSED = {
+    "latent": LATENT,
+    "delta": replace(LLAMA, **EXPERTS, delta=GatedDelta(2, 4, 8, 8, 4), delta_layers=(0, 2), attention_gate=True,
+                     qk_norm="head", shared_intermediate=32, shared_gate=True),
+    "heads of 12": replace(LLAMA, head_dim=12),
+    "MLPs of 50": replace(LLAMA, intermediate=50, proj_bias=True),
+    "experts of 24": replace(LLAMA, **EXPERTS | {"expert_intermediate": 24}),
+}  # fmt: skip
+"""Models of which the kernel computes one half of some blocks."""
 N_SLOTS, CACHED = 24, (1, 6, 2, 30, 17, 64, 5, 0, 9, 33, 12, 3, 8, 1, 21)
 
 pytestmark = pytest.mark.skipif(
@@ -91,10 +115,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | PARTLY_FUSED)
 def test_fused_blocks_equal_the_reference(name: str) -> None:
-    model = model_of(CONFIGS[name])
-    assert model.weights.fused is not None
+    model = model_of((CONFIGS | PARTLY_FUSED)[name])
+    assert model.weights.fused is not None and model.weights.fused.is_whole == (name in CONFIGS)
     found, cache = decoded(model)
     expected, reference_cache = decoded(without_kernel(model))
     assert distance(found, expected) < 1e-5
@@ -102,9 +126,9 @@ def test_fused_blocks_equal_the_reference(name: str) -> None:
         assert distance(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "mixtral", "gpt_oss"])
 def test_bfloat16_weights_are_computed_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.models.fused_decode._has_bf16_instructions", lambda: False)
+    monkeypatch.setattr("realhf.models.fused.tiles._has_bf16_instructions", lambda: False)
     model = model_of(CONFIGS[name], torch.bfloat16)
     assert model.weights.fused is not None
     precise = model_of(CONFIGS[name])
@@ -114,13 +138,38 @@ def test_bfloat16_weights_are_computed_in_float32(name: str, monkeypatch: pytest
     assert distance(found, expected) <= distance(decoded(without_kernel(model))[0], expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "glm4_moe", "gpt_oss"])
 def test_a_row_is_bitwise_independent_of_the_batch_size(name: str) -> None:
     """Batches of one, two and more rows use different loops over the tiles, with the same order of summation."""
     model = model_of(CONFIGS[name])
     whole = decoded(model)[0]
     for count in (1, 2, 3, 7, 13):
         assert torch.equal(decoded(model, rows=slice(0, count))[0], whole[:count])
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "many experts", "latent", "delta"])
+def test_the_experts_of_tokens_are_recorded(name: str) -> None:
+    model = model_of((CONFIGS | PARTLY_FUSED)[name])
+    slots, positions = torch.arange(5), torch.arange(5) * 3
+    recorded = []
+    for each in (model, without_kernel(model)):
+        cache = each.new_cache(N_SLOTS, 96, records_experts=True)
+        cache.k.zero_(), cache.v.zero_()
+        with torch.no_grad():
+            each.decode(slots, positions, cache)
+        assert cache.experts is not None
+        recorded.append(cache.experts.read(slots, positions).sort(-1).values)
+    assert torch.equal(*recorded) and len(recorded[0].unique()) > 3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
+def test_weights_that_are_no_numbers_choose_different_experts(name: str) -> None:
+    """A row then has no numbers either, which sampling reports; others are as before."""
+    model = model_of(CONFIGS[name])
+    whole = decoded(model)[0]
+    model.params.view("embed.weight")[3] = torch.nan
+    found = decoded(model)[0]
+    assert found[3].isnan().all() and torch.equal(found[[0, 1, 2, *range(4, 15)]], whole[[0, 1, 2, *range(4, 15)]])
 
 
 def test_weights_are_tiled_once_within_decoding() -> None:
@@ -166,8 +215,9 @@ def test_tiled_linear_rejects_wrong_sizes() -> None:
         tiled_linear(torch.randn(3, 32).bfloat16(), tiles, 40)
 
 
-def test_a_row_does_not_depend_on_threads_or_other_rows() -> None:
-    model, before = model_of(LLAMA), torch.get_num_threads()
+@pytest.mark.parametrize("name", ["llama", "glm4_moe", "many experts"])
+def test_a_row_does_not_depend_on_threads_or_other_rows(name: str) -> None:
+    model, before = model_of(CONFIGS[name]), torch.get_num_threads()
     whole = decoded(model)[0]
     try:
         torch.set_num_threads(3)
@@ -178,7 +228,7 @@ def test_a_row_does_not_depend_on_threads_or_other_rows() -> None:
         assert torch.equal(decoded(model, rows=slice(first, first + 5))[0], whole[first : first + 5])
 
 
-@pytest.mark.parametrize("name", ["llama", "wide heads", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "wide heads", "gemma2", "qwen2_moe", "gates"])
 def test_common_prefixes_are_read_once(name: str) -> None:
     """Slots of one prompt, more than the kernel groups, are at any index and any position after it."""
     model = model_of(CONFIGS[name])
@@ -230,12 +280,11 @@ def test_weight_updates_are_visible() -> None:
     assert distance(decoded(model)[0], decoded(without_kernel(model))[0]) < 1e-5
 
 
-@pytest.mark.parametrize("change", [{"head_dim": 12}, {"intermediate": 50}, {"n_experts": 4, "experts_per_token": 2,
-                                     "expert_intermediate": 32}])  # fmt: skip
-def test_unsupported_models_are_not_fused(change: dict[str, int]) -> None:
-    model = model_of(replace(LLAMA, **change))
-    assert model.weights.fused is None
-    assert decoded(model)[0].isfinite().all()
+@pytest.mark.parametrize("change", [{"hidden": 72}, {"activation": "relu"}, {"activation": "clamped_swiglu",
+                                    "mlp": "ungated"}])  # fmt: skip
+def test_unsupported_models_are_not_fused(change: dict[str, Any]) -> None:
+    fused = model_of(replace(LLAMA, **change)).weights.fused
+    assert fused is None or all(mlp is None for _, mlp in fused.halves)
 
 
 def test_empty_batches_and_positions_beyond_the_cache() -> None:
@@ -248,12 +297,15 @@ def test_empty_batches_and_positions_beyond_the_cache() -> None:
 
 
 def test_the_kernel_passes_opcheck() -> None:
-    model = model_of(replace(LLAMA, n_layers=1))
+    model = model_of(replace(LLAMA, n_layers=1, **EXPERTS))
     cache, fused = filled(model), model.weights.fused
     assert fused is not None
+    tiled = fused.tiled()
     given = (
-        torch.randn(5, 64), list(fused.tiled().weights), cache.k, cache.v, torch.arange(5), None,
-        model.rotary.tables(96), [0], [0], 4, 112, 0, True, False, False, 1e-6, 0.0, 1.0, 0.25, 0.0, 0.0, 0,
+        torch.randn(5, 64), [*tiled.halves[0][0], *tiled.halves[0][1], *tiled.final_norm], cache.k, cache.v,
+        torch.arange(5), None, model.rotary.tables(96), [0], [0], [1], [6, 0, 6, 3, 1, 1, 0, 1, 32, 0],
+        torch.empty(1, 5, 3, dtype=torch.int64), 0, 4, 0, 0, True, False, False, False, False, 1e-6, 0.0, 1.0, 0.25,
+        0.0, 0.0, 0, 1.0,
     )  # fmt: skip
     found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)
     assert set(found.values()) == {"SUCCESS"}, found

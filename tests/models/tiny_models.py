@@ -154,6 +154,30 @@ DEEP: dict[str, Callable[[], PreTrainedModel]] = {
     "deep deepseek_v3": lambda: of_config("deepseek_v3", **OTHERS["deepseek_v3"], num_hidden_layers=4),
 }  # fmt: skip
 """Models with enough layers for several chunks per pipeline stage."""
+WHOLE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+OF_EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+FUSED: dict[str, Callable[[], PreTrainedModel]] = {
+    "fused llama": lambda: of_config("llama", **WHOLE, attention_bias=True, mlp_bias=True),
+    "fused gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_embd": 64})),
+    "fused gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES | WHOLE, sliding_window=WINDOW, **CAPS)),
+    "fused gpt_neox": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**COMMON | {"hidden_size": 64, "intermediate_size": 64}, rope_parameters=PARTIAL)
+    ),
+    "fused qwen3": lambda: of_config("qwen3", **WHOLE, num_key_value_heads=1),
+    "fused granite": lambda: of_config("granite", **OTHERS["granite"], hidden_size=64, intermediate_size=64),
+    "fused olmo3": lambda: of_config("olmo3", **OTHERS["olmo3"], hidden_size=64, intermediate_size=64),
+    "fused olmoe": lambda: of_config("olmoe", **OTHERS["olmoe"] | {"hidden_size": 64, "intermediate_size": 64}),
+    "fused gpt_oss": lambda: of_config("gpt_oss", **OTHERS["gpt_oss"] | WHOLE),
+    "fused glm4_moe": lambda: of_config("glm4_moe", **OTHERS["glm4_moe"] | WHOLE | {"moe_intermediate_size": 32}),
+    "fused deepseek_v3": lambda: of_config(
+        "deepseek_v3", **OTHERS["deepseek_v3"] | {"moe_intermediate_size": 32}, hidden_size=64, intermediate_size=64
+    ),
+    **{
+        f"fused {name}": partial(of_config, name, **OTHERS[name] | WHOLE | OF_EXPERTS)
+        for name in ("qwen2_moe", "qwen3_next")
+    },
+}
+"""Models of which a kernel decodes blocks, also those of two shards, as far as it computes the family."""
 ONE_OF_EACH = (
     "llama",
     "qwen2",
@@ -180,7 +204,7 @@ BLOCKED = {"gpt_oss_blocks": lambda: of_config("gpt_oss", **BLOCKS)}
 def hf_model(name: str) -> PreTrainedModel:
     """Return a random Hugging Face model, with random biases and norms."""
     torch.manual_seed(0)
-    model = {**MODELS, **GROUPED, **DEEP, **BLOCKED}[name]().eval()
+    model = {**MODELS, **GROUPED, **DEEP, **BLOCKED, **FUSED}[name]().eval()
     with torch.no_grad():
         for param_name, param in model.named_parameters():
             if param.ndim == 1:

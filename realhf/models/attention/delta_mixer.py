@@ -141,6 +141,15 @@ def new_delta_cache(config: ModelConfig, params: FlatParams, layers: Sequence[in
     return DeltaCache(local, len(own), n_slots, params.data)
 
 
+def rows_of_states(
+    config: ModelConfig, lengths: Sequence[int], prefixes: Sequence[int], device: torch.device
+) -> DeltaRows | None:
+    """Return the packed rows of a pass for the blocks with states, None for a model without them."""
+    if config.delta is None or not config.delta_layers:
+        return None
+    return DeltaRows(tuple(lengths), tuple(prefixes), config.delta.kernel, device)
+
+
 def delta_of(config: ModelConfig) -> GatedDelta:
     assert config.delta is not None, "the model has no gated delta rule"
     return config.delta

@@ -131,18 +131,16 @@ class DecodePass:
         stage: StageAttention,
         rotation: Rotation,
         cache: KVCache,
+        slots: Tensor,
         positions: Tensor,
         longest: int,
         rows: CachedRows | None,
         prefixes: Tensor | SharedPrefixes | None,
     ) -> None:
         self._stage, self._rotation, self._cache, self._rows, self._prefixes = stage, rotation, cache, rows, prefixes
-        self._longest, self._count = longest, len(positions)
-        self.slots = torch.arange(self._count, device=positions.device)
-        self._indices = cache.indices(self.slots, positions)
-        windows = {rule.window for rule in stage.rules} if rows is None else ()
-        n_kv = 1 if stage.config.latent else stage.n_kv
-        self._biases = {w: decode_bias(positions, longest, n_kv, w).to(cache.k.dtype) for w in windows}
+        self._longest, self._count, self._positions = longest, len(positions), positions
+        self._indices = cache.indices(slots, positions)
+        self._biases: dict[int, Tensor] = {}
 
     def __call__(self, block: int, qkv: Tensor) -> Tensor:
         q, k, v = self._stage.rotated(block, qkv, self._rotation)
@@ -160,7 +158,15 @@ class DecodePass:
     def _attend(self, block: int, q: Tensor) -> Tensor:
         rule, place = self._stage.rules[block], self._stage.places[block]
         keys, values = self._cache.k[place, : self._count], self._cache.v[place, : self._count]
-        return decode_attention(q, keys, values, self._biases[rule.window], rule, self._stage.sinks(block))
+        return decode_attention(q, keys, values, self._bias(rule.window), rule, self._stage.sinks(block))
+
+    def _bias(self, window: int) -> Tensor:
+        """Return the ``decode_bias`` that blocks with this window share."""
+        if window not in self._biases:
+            n_kv = 1 if self._stage.config.latent else self._stage.n_kv
+            bias = decode_bias(self._positions, self._longest, n_kv, window)
+            self._biases[window] = bias.to(self._cache.k.dtype)
+        return self._biases[window]
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
         self._stage.store_latents(block, latents, self._rotation, self._cache, self._indices)

@@ -295,7 +295,7 @@ class CostModel:
         responses = n * self.sampled(mfc, rows)
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(responses))
         reads = CacheReads.PADDED if self.pads_cache else CacheReads.OWN
-        if self.share_prompts and stages[0][0].is_fused:
+        if self.share_prompts and stages[0][0].shares_prompts:
             reads = CacheReads.SHARED
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
         timer = DecodeTimer(self.speed, stages, placement.micro_batching.max_tokens_per_mb, send)

@@ -164,7 +164,7 @@ class MemoryModel:
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 needed = self._generation(placement, ranks, shards, n)
-                if self.share_prompts and shards[0].is_fused:  # it keeps packed copies of the weights
+                if self.share_prompts and shards[0].packs_weights:  # it keeps packed copies of the weights
                     needed += Bytes(buffers=self.model(mfc.role, strategy))
                 return common + needed
 

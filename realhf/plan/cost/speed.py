@@ -11,6 +11,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_numel, largest_box
+from realhf.arch.decode_kernel import fuses_attention, fuses_some
 from realhf.arch.lora import own_specs
 from realhf.arch.param_specs import chunk_layers, stage_layers
 from realhf.arch.quantization import base_nbytes
@@ -113,10 +114,19 @@ class StageShard:
         return n_blocks * self.model.delta.slot_bytes(self.itemsize) // self.tp
 
     @property
-    def is_fused(self) -> bool:
-        """True if the kernels can run a decoding step as one call: the condition of models/fused_decode.py on CPU."""
-        is_quantized = self.model.lora is not None and self.model.lora.bits > 0
-        return self.model.is_fusable and self.tp == 1 and not is_quantized
+    def shares_prompts(self) -> bool:
+        """True if the CPU kernel of decoding can read the cache of a prompt once for all its rows."""
+        has_windows, has_states = any(self.model.sliding_windows), bool(self.model.delta_layers)
+        return fuses_attention(self.model, self.tp) and not (self._is_quantized or has_windows or has_states)
+
+    @property
+    def packs_weights(self) -> bool:
+        """True if decoding by the CPU kernel needs copies of the weights."""
+        return not self._is_quantized and fuses_some(self.model, self.tp)
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.model.lora is not None and self.model.lora.bits > 0
 
 
 Stages = Sequence[tuple[StageShard, tuple[int, ...]]]  # shard and tensor-parallel group of each stage

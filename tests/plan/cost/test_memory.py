@@ -167,13 +167,14 @@ def test_kv_cache_covers_all_slots(slots: int, limits: int, expected: int) -> No
 
 def test_fused_decoding_copies_weights() -> None:
     model, prompts = memory_model(), BatchRows((RowId(0, PROMPT),), (10,), (0,))
-    model = replace(model, models={role: replace(config, head_dim=16) for role, config in model.models.items()})
-    for name, copied in (("d1", True), ("p2", True), ("t2", False)):
-        apart, fused = (
-            transient(replace(model, share_prompts=shares), "actor_gen", name, prompts, MicroBatching()).buffers
-            for shares in (False, True)
-        )
-        assert fused - apart == (model.weights("actor", ParallelStrategy.parse(name)) if copied else 0)
+    for own, copied in (({"head_dim": 16}, True), ({"head_dim": 12, "activation": "relu"}, False)):
+        model = replace(model, models={role: replace(config, **own) for role, config in model.models.items()})
+        for name in ("d1", "p2", "t2"):
+            apart, fused = (
+                transient(replace(model, share_prompts=shares), "actor_gen", name, prompts, MicroBatching()).buffers
+                for shares in (False, True)
+            )
+            assert fused - apart == (model.weights("actor", ParallelStrategy.parse(name)) if copied else 0)
 
 
 def test_served_calls_have_a_server_process() -> None:

@@ -1,0 +1,1 @@
+"""Decoding by compiled kernels on CPUs."""

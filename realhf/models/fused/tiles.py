@@ -1,0 +1,33 @@
+"""Matrices in the order in which the CPU kernels of decoding read them, and their product with a few rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.ops import extension
+
+TILE_N = 16
+"""Output rows per tile of a weight, ``[in, TILE_N]``; widths in the kernels are multiples of it."""
+
+
+def pack_tiles(weight: Tensor) -> Tensor:
+    """Copy a matrix ``[out, in]`` to ``[ceil(out / TILE_N), in, TILE_N]``, padded with zeros."""
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
+    return padded.view(-1, TILE_N, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
+    """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
+    return extension.required("tiled_linear", x.device.type)(x, tiles, n_outs)
+
+
+def computes_in(dtype: torch.dtype) -> bool:
+    """Return True for weights with which the kernels are faster than torch's products.
+
+    In bfloat16 they are not on CPUs with bfloat16 instructions.
+    """
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and not _has_bf16_instructions())
+
+
+def _has_bf16_instructions() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
