@@ -53,6 +53,9 @@ SHAPES: Mapping[str, Callable[..., object]] = {
     "adamw_": _in_place,
     "decode_blocks": _like(0),
     "tiled_linear": lambda x, tiles, n_outs: x.new_empty((x.shape[0], n_outs), dtype=torch.float32),
+    "delta_step": lambda projected, conv, a_log, dt_bias, norm, tails, states, _: projected.new_empty(
+        (projected.shape[0], states.shape[1] * states.shape[3])
+    ),
     "rms_norm": _like(0),
     "rms_norm_backward": _like(1, 2),
     "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),

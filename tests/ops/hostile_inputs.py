@@ -151,21 +151,34 @@ def packed_attention_backward(inputs: Inputs) -> list[Any]:
 
 
 def decode_blocks(inputs: Inputs) -> list[Any]:
-    rows, layers, max_len, dtype = inputs.pick(0, 1, 2, 3, 40), inputs.pick(1, 2), inputs.pick(1, 9, 33), torch.float32
+    rows, max_len, dtype = (
+        inputs.pick(0, 1, 2, 3, 40),
+        inputs.pick(1, 9, 33),
+        inputs.pick(torch.float32, torch.bfloat16),
+    )
+    halves = inputs.pick(0, 0, 1, 2)
+    layers = inputs.pick(1, 2) if halves == 0 else 1
     dim, hidden, inner, kv_heads = (inputs.pick(16, 32), inputs.pick(16, 48), inputs.pick(16, 32), inputs.pick(1, 2))
-    heads, gated, dtype = kv_heads * inputs.pick(1, 2, 5), inputs.pick(True, False), inputs.pick(dtype, torch.bfloat16)
-    of_q, of_qkv, of_up = heads * dim, (heads + 2 * kv_heads) * dim, inner * (1 + gated)
-    none = torch.empty(0, dtype=dtype)
+    heads, gated = kv_heads * inputs.pick(1, 2, 5), inputs.pick(True, False)
+    has_gates, wide_norms = inputs.pick(True, False), inputs.pick(True, False)
     make = lambda *shape: inputs.floats(*shape, dtype=dtype)
-    maybe = lambda size: inputs.pick(none, make(size))
+    maybe = lambda *shape: inputs.pick(make(0), make(*shape))
+    routed = [inputs.pick(0, 1) for _ in range(layers)]
+    routing = _routing(inputs) if any(routed) else []
+    of_q, of_k = heads * dim, kv_heads * dim
     weights: list[Tensor] = []
-    for _ in range(layers):
-        head_norms = inputs.pick([none, none], [make(dim), make(dim)])
-        weights += [make(hidden), maybe(hidden), make(of_qkv, hidden), maybe(of_qkv), *head_norms, make(hidden, of_q),
-                    maybe(hidden), maybe(hidden), make(hidden), maybe(hidden), make(of_up, hidden), maybe(of_up),
-                    make(hidden, inner), maybe(hidden), maybe(hidden)]  # fmt: skip
-    weights += [maybe(hidden), maybe(hidden)]
-    k, v = (make(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim) for _ in range(2))
+    for is_routed in routed:
+        if halves != 2:
+            sizes = (of_q, of_k) if wide_norms else (dim, dim)
+            head_norms = inputs.pick([make(0), make(0)], [make(size) for size in sizes])
+            of_qkv = of_q * (1 + has_gates) + 2 * of_k
+            weights += [maybe(hidden), maybe(hidden), make(of_qkv, hidden), maybe(of_qkv), *head_norms,
+                        make(hidden, of_q), maybe(hidden), maybe(hidden), maybe(heads)]  # fmt: skip
+        if halves != 1:
+            weights += _mlp_weights(make, maybe, hidden, inner, 1 + gated, routing if is_routed else [])
+    if halves == 0:
+        weights += [maybe(hidden), maybe(hidden)]
+    k = make(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim)
     v = make(*k.shape)
     positions = inputs.ints(rows, 0, max_len)
     shared = [inputs.random.randrange(p + 1) for p in positions.tolist()]
@@ -173,9 +186,52 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     angles = [inputs.floats(2, max_len, inputs.pick(0, 2, dim)) for _ in range(inputs.pick(0, 1, 2))]
     tables = [inputs.pick(*range(-1, len(angles))) for _ in range(layers)]
     windows = [inputs.pick(0, 0, 3) for _ in range(layers)]
-    return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, tables, windows, heads,
-            inner, inputs.pick(0, 1, 2), gated, inputs.pick(True, False), inputs.pick(True, False), 1e-5, 0.0,
-            inputs.pick(1.0, 0.5), 0.3, inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4))]  # fmt: skip
+    n_recorded = sum(routed)
+    chosen = inputs.pick(None, torch.zeros(n_recorded, rows, routing[3] if routing else 0, dtype=torch.int64))
+    activation = inputs.pick(0, 1, 2, 3) if gated else inputs.pick(0, 1, 2)
+    return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, tables, windows, routed,
+            routing, chosen, halves, heads, inner, activation, gated, inputs.pick(True, False),
+            inputs.pick(True, False), has_gates, wide_norms, 1e-5, 0.0, inputs.pick(1.0, 0.5), 0.3,
+            inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4)), inputs.pick(1.0, 2.5)]  # fmt: skip
+
+
+def _routing(inputs: Inputs) -> list[int]:
+    """Return the numbers about experts: all, the first own one, own ones, chosen ones, groups, used ones, ..."""
+    n_groups, size = inputs.pick(1, 1, 3), inputs.pick(2, 3, 17)
+    n_used = inputs.random.randrange(n_groups) + 1
+    first = inputs.random.randrange(n_groups * size)
+    n_own = inputs.random.randrange(n_groups * size - first + 1)
+    top_k = inputs.random.randrange(n_used * size) + 1
+    flags = inputs.pick(0, 1), inputs.pick(0, 1)
+    return [n_groups * size, first, n_own, top_k, n_groups, n_used, *flags, inputs.pick(16, 32), inputs.pick(0, 16)]
+
+
+def _mlp_weights(
+    make: Callable[..., Tensor], maybe: Callable[..., Tensor], hidden: int, inner: int, ways: int, routing: list[int]
+) -> list[Tensor]:
+    """Return the weights of a dense MLP, or of routed experts."""
+    count = 1
+    if routing:
+        count, inner = routing[2], routing[8]
+    up = [make(count * ways * inner, hidden), maybe(count * ways * inner)]
+    down = [make(count * hidden, inner), maybe(count * hidden)]
+    weights = [maybe(hidden), maybe(hidden), *up, *down, maybe(hidden)]
+    if not routing:
+        return weights
+    shared, outs = routing[9], -(-routing[0] // 16) * 16
+    router = [make(outs, hidden), maybe(outs), maybe(routing[0])]
+    return [*weights, *router, make(ways * shared, hidden), make(hidden, shared), maybe(hidden)]
+
+
+def delta_step(inputs: Inputs) -> list[Any]:
+    rows, key_dim, value_dim, taps = inputs.pick(0, 1, 3), inputs.pick(8, 24), inputs.pick(8, 40), inputs.pick(1, 2, 4)
+    n_keys, dtype = inputs.pick(1, 2), inputs.pick(torch.float32, torch.bfloat16)
+    n_values = n_keys * inputs.pick(1, 3)
+    make = lambda *shape: inputs.floats(*shape, dtype=dtype)
+    channels = 2 * n_keys * key_dim + n_values * value_dim
+    return [make(rows, channels + n_values * value_dim + 2 * n_values), make(channels, 1, taps), make(n_values),
+            make(n_values), make(value_dim), make(rows, taps - 1, channels),
+            inputs.floats(rows, n_values, key_dim, value_dim), 1e-6]  # fmt: skip
 
 
 def packed_gae(inputs: Inputs) -> list[Any]:
@@ -242,7 +298,7 @@ def tiled_linear(inputs: Inputs) -> list[Any]:
 
 CASES: dict[str, Callable[[Inputs], list[Any]]] = {
     make.__name__: make
-    for make in (activate, activate_backward, adamw_, rms_norm, rms_norm_backward, packed_attention,
+    for make in (activate, activate_backward, adamw_, rms_norm, rms_norm_backward, packed_attention, delta_step,
                  packed_attention_backward, decode_blocks, packed_gae, gae_2d, slice_intervals, set_intervals,
                  logit_stats, logit_slopes_, sample_tokens, counter_uniform, copy_box_, tiled_linear)
 }  # fmt: skip

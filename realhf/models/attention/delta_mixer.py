@@ -1,6 +1,6 @@
 """The gated delta rule as what a block has instead of attention (Yang et al. 2024, arXiv 2412.06464, section 3.4)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank
 from realhf.models.quantized_matrix import Matrix
+from realhf.ops import extension
 from realhf.ops.activations import activate
 from realhf.ops.delta.convolution import causal_convolution, convolution_step
 from realhf.ops.delta.delta_rows import DeltaRows
@@ -59,9 +60,18 @@ class DeltaMixer:
         self, projected: Tensor, config: ModelConfig, region: TensorParallelRegion, tails: Tensor, states: Tensor
     ) -> Tensor:
         """Return ``mix`` of one token per slot ``[S, Hv * dv]``; ``tails`` and ``states`` change in place."""
+        if (kernel := self._step_kernel(projected, config)) is not None:
+            weights = self.conv, self.a_log, self.dt_bias, self.norm
+            return kernel(projected.contiguous(), *weights, tails, states, config.norm_eps)
         mixed, gates, rates, decays = self._split(projected, delta_of(config))
         heads = self._heads(convolution_step(mixed, self.conv, tails), config)
         return self._gated(delta_step(*heads, decays, rates, states), gates, config, region)
+
+    def _step_kernel(self, projected: Tensor, config: ModelConfig) -> Callable[..., Tensor] | None:
+        delta = delta_of(config)
+        fits = config.activation == "silu" and delta.key_dim % 8 == 0 and delta.value_dim % 8 == 0
+        fits = fits and projected.dtype == self.conv.dtype and projected.dtype in (torch.float32, torch.bfloat16)
+        return extension.kernel("delta_step", projected.device.type) if fits else None
 
     def _split(self, projected: Tensor, delta: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return inputs of the convolution, gates ``[T, Hv * dv]``, and rates and log-decays ``[T, Hv]``."""
