@@ -70,7 +70,7 @@ class StageShape:
     routing: tuple[int, ...]
 
     def choices(self, step: DecodeStep, blocks: range) -> Tensor | None:
-        """Return a tensor for the experts of tokens in the routed ones of ``blocks``, None if nobody records them."""
+        """Return a tensor for the experts of tokens in the routed ones of ``blocks``, None if they are not recorded."""
         if step.routing is None or not (n_routed := sum(self.routed[blocks.start : blocks.stop])):
             return None
         return torch.empty(n_routed, len(step.positions), self.config.experts_per_token, dtype=torch.int64)

@@ -175,13 +175,14 @@ def shard_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, 
 
     With LoRA these are the adapters.
     """
-    return _numels(config, own_specs(config), strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
+    return _numels(config, False, strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
 
 
 def expert_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[int, ...]:
     """Return, per stage, those of ``shard_numels`` that fewer replicas hold than the others: divided experts."""
-    experts = tuple(spec for spec in own_specs(config) if spec.is_expert and strategy.expert_dp > 1)
-    return _numels(config, experts, strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
+    if strategy.expert_dp == 1:
+        return (0,) * strategy.pp
+    return _numels(config, True, strategy.weight_tp, strategy.pp, strategy.ep, strategy.vpp)
 
 
 def updated_numels(config: ModelConfig, strategy: ParallelStrategy) -> tuple[float, ...]:
@@ -201,7 +202,8 @@ def _base_bytes(config: ModelConfig, itemsize: int, tp: int, pp: int, ep: int, v
 
 
 @lru_cache(maxsize=4096)
-def _numels(config: ModelConfig, specs: tuple[ParamSpec, ...], tp: int, pp: int, ep: int, vpp: int) -> tuple[int, ...]:
+def _numels(config: ModelConfig, only_experts: bool, tp: int, pp: int, ep: int, vpp: int) -> tuple[int, ...]:
+    specs = [spec for spec in own_specs(config) if spec.is_expert or not only_experts]
     return stage_numels(specs, tp, stage_layers(config, pp, vpp), ep)
 
 
