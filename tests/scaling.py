@@ -1,4 +1,4 @@
-"""Number of hypothesis examples: multiplied by HYPOTHESIS_SCALE, which ``make test-full`` sets."""
+"""Number of hypothesis examples: multiplied by HYPOTHESIS_SCALE, which ``make test-random`` sets."""
 
 import os
 
