@@ -16,6 +16,8 @@ ACTORS = (*ONE_OF_EACH, "llama_tied", "qwen3_moe_some")
 CRITICS = ("llama critic", "gpt2 critic", "gemma2 critic", "qwen3_moe critic", "olmo2 critic")
 ROUTED = (*(name for name in ACTORS if name in WITH_EXPERTS), "qwen3_moe_some", "qwen3_moe critic")
 MODELS = ACTORS + CRITICS
+AT_ONCE = 10
+"""Models per job of four ranks, which has a time limit."""
 OTHERS = tuple(name for name in LAYOUTS if name != "whole")
 ON_EIGHT = tuple(name for name in LAYOUTS if len(LAYOUTS[name].layout.mesh.ranks) == 8)
 ON_FOUR = tuple(name for name in LAYOUTS if name not in ON_EIGHT)
@@ -34,8 +36,8 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     def run(world: int, layouts: tuple[str, ...], some: dict[str, InitialModel]) -> None:
         collect(on_ranks, world, some, layouts, root, collected)
 
-    for some in (ACTORS[:6], ACTORS[6:], CRITICS):
-        run(4, ON_FOUR, {name: starts[name] for name in some})
+    for first in range(0, len(MODELS), AT_ONCE):
+        run(4, ON_FOUR, {name: starts[name] for name in MODELS[first : first + AT_ONCE]})
     for some in (ACTORS, CRITICS):
         run(8, ON_EIGHT, {name: InitialModel(root / name / ON_FOUR[-1] / "saved", name in CRITICS) for name in some})
     return collected
