@@ -40,7 +40,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 test-full: $(STAMP)
-	$(PYTEST) -m slow
+	HYPOTHESIS_SCALE=2 $(PYTEST) -m slow
 
 test-random: $(STAMP)
 	HYPOTHESIS_SCALE=5 $(PYTEST) -m hypothesis

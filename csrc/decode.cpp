@@ -115,14 +115,14 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
     layer.is_routed = routed[i] != 0, layer.window = windows[i], layer.rope = ropes[i];
     layer.keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
     layer.values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
-    if (shape.halves != Halves::mlp) read_attention(reader, shape, layer);
-    if (shape.halves == Halves::attention) continue;
+    if (shape.sublayers != Sublayers::mlp) read_attention(reader, shape, layer);
+    if (shape.sublayers == Sublayers::attention) continue;
     read_mlp(reader, shape, layer);
     if (layer.is_routed && chosen) layer.chosen = next_chosen, next_chosen += n_choices;
   }
   const Stage<scalar_t> stage{layers.data(),
                               static_cast<int64_t>(layers.size()),
-                              shape.halves == Halves::both ? reader.norm(shape.hidden) : Norm<scalar_t>{},
+                              shape.sublayers == Sublayers::both ? reader.norm(shape.hidden) : Norm<scalar_t>{},
                               static_cast<const scalar_t*>(x.const_data_ptr()),
                               positions.const_data_ptr<int64_t>(),
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
@@ -136,7 +136,7 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
     Buffers buffers(shape, std::min(kRowsAtOnce, stop - from * share));
     for (int64_t row = from * share; row < stop; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, stop - row);
-      if (shape.halves != Halves::mlp) buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
+      if (shape.sublayers != Sublayers::mlp) buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
       work(shape, stage, row, count, buffers);
     }
   });
@@ -189,7 +189,7 @@ Routing checked_routing(const std::vector<int64_t>& sizes, double scale) {
   return routing;
 }
 
-Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner, Halves halves) {
+Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner, Sublayers sublayers) {
   STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
                       v.numel() == k.numel() && k.size(1) >= x.size(0),
                   "decode_blocks: x must be [S, D], k and v [L, slots >= S, K, max_len, d], contiguous");
@@ -197,10 +197,10 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n
                       (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
                   "decode_blocks: x, k and v must be float32 or bfloat16, all alike");
   Shape shape{};
-  shape.hidden = x.size(1), shape.inner = inner, shape.halves = halves;
+  shape.hidden = x.size(1), shape.inner = inner, shape.sublayers = sublayers;
   check_sizes({shape.hidden, inner});
   STD_TORCH_CHECK(shape.hidden > 0, "decode_blocks: x has no columns");
-  if (halves == Halves::mlp) return shape;
+  if (sublayers == Sublayers::mlp) return shape;
   shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3), shape.dim = k.size(4);
   STD_TORCH_CHECK(shape.n_kv > 0 && n_heads > 0 && n_heads <= kMaxSize && n_heads % shape.n_kv == 0, "decode_blocks: ",
                   n_heads, " heads over ", shape.n_kv);
@@ -233,11 +233,11 @@ void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>
                   const std::vector<int64_t>& routed, const std::vector<int64_t>& table_of, const Tensor& x,
                   const Tensor& k, const Shape& shape) {
   const int64_t n_layers = windows.size(), n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
-  const bool is_one = shape.halves == Halves::both || n_layers == 1;
-  int64_t expected = shape.halves == Halves::both ? 2 : 0;  // of the final norm
-  if (shape.halves != Halves::mlp) expected += n_layers * kOfAttention;
-  if (shape.halves != Halves::attention) expected += n_layers * kOfMlp + n_routed * kOfRouter;
-  STD_TORCH_CHECK(is_one && (shape.halves == Halves::mlp || n_layers == k.size(0)) &&
+  const bool is_one = shape.sublayers == Sublayers::both || n_layers == 1;
+  int64_t expected = shape.sublayers == Sublayers::both ? 2 : 0;  // of the final norm
+  if (shape.sublayers != Sublayers::mlp) expected += n_layers * kOfAttention;
+  if (shape.sublayers != Sublayers::attention) expected += n_layers * kOfMlp + n_routed * kOfRouter;
+  STD_TORCH_CHECK(is_one && (shape.sublayers == Sublayers::mlp || n_layers == k.size(0)) &&
                       static_cast<int64_t>(table_of.size()) == n_layers &&
                       static_cast<int64_t>(routed.size()) == n_layers &&
                       static_cast<int64_t>(weights.size()) == expected && (n_routed == 0 || shape.routing.count > 0),
@@ -251,13 +251,13 @@ void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
                          const std::optional<Tensor>& prefixes, std::vector<Tensor> angles,
                          std::vector<int64_t> table_of, std::vector<int64_t> windows, std::vector<int64_t> routed,
-                         std::vector<int64_t> routing, std::optional<Tensor> chosen, int64_t halves,
+                         std::vector<int64_t> routing, std::optional<Tensor> chosen, int64_t sublayers,
                          int64_t n_heads, int64_t inner, int64_t activation, bool gated, bool parallel,
                          bool layer_norms, bool has_gates, bool norms_projections, double eps, double offset,
                          double residual_scale, double scale, double softcap, double query_growth,
                          int64_t growth_period, double expert_scale) {
-  STD_TORCH_CHECK(halves >= 0 && halves <= 2, "decode_blocks: halves ", halves);
-  Shape shape = checked_shape(x, k, v, n_heads, inner, static_cast<Halves>(halves));
+  STD_TORCH_CHECK(sublayers >= 0 && sublayers <= 2, "decode_blocks: sublayers ", sublayers);
+  Shape shape = checked_shape(x, k, v, n_heads, inner, static_cast<Sublayers>(sublayers));
   shape.routing = checked_routing(routing, expert_scale);
   check_layers(weights, windows, routed, table_of, x, k, shape);
   STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
@@ -269,7 +269,7 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
   shape.softcap = static_cast<float>(softcap), shape.residual_scale = static_cast<float>(residual_scale);
   shape.query_growth = static_cast<float>(query_growth), shape.growth_period = growth_period;
   std::vector<Rope> ropes(windows.size());
-  if (shape.halves != Halves::mlp) {
+  if (shape.sublayers != Sublayers::mlp) {
     ropes = ropes_of(angles, table_of, shape.dim);
     int64_t limit = shape.max_len;
     for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
@@ -290,7 +290,7 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
       "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes,"
-      " Tensor[] angles, int[] table_of, int[] windows, int[] routed, int[] routing, Tensor(c!)? chosen, int halves,"
+      " Tensor[] angles, int[] table_of, int[] windows, int[] routed, int[] routing, Tensor(c!)? chosen, int sublayers,"
       " int n_heads, int inner, int activation, bool gated, bool parallel, bool layer_norms,"
       " bool has_gates, bool norms_projections, float eps, float offset, float residual_scale, float scale,"
       " float softcap, float query_growth, int growth_period, float expert_scale) -> Tensor");

@@ -225,13 +225,13 @@ REALHF_INLINE void add_product(const Shape& shape, const Norm<scalar_t>& post, i
   }
 }
 
-// x += scale * (inner . matrix^T + bias); of a half whose result is its product, this product only.
+// x += scale * (inner . matrix^T + bias); of a sublayer whose result is its product, this product only.
 template <typename scalar_t>
 REALHF_INLINE void add_linear(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
                               int64_t rows, const float* inner, Buffers& buffers) {
-  const bool is_plain = shape.halves == Halves::both && !post.weight && shape.residual_scale == 1;
+  const bool is_plain = shape.sublayers == Sublayers::both && !post.weight && shape.residual_scale == 1;
   linear(matrix, rows, inner, is_plain, is_plain ? buffers.x : buffers.product, shape.hidden);
-  if (shape.halves == Halves::both && !is_plain) add_product(shape, post, rows, buffers);
+  if (shape.sublayers == Sublayers::both && !is_plain) add_product(shape, post, rows, buffers);
 }
 
 // mixed[rows, heads] *= sigmoid of the gates, which are behind the values.
@@ -272,7 +272,7 @@ REALHF_INLINE void run_mlp(const Shape& shape, const Layer<scalar_t>& layer, int
                            Buffers& buffers) {
   if (layer.is_routed) {
     run_experts(shape, layer, first, rows, buffers);
-    if (shape.halves == Halves::both) add_product(shape, layer.mlp_post_norm, rows, buffers);
+    if (shape.sublayers == Sublayers::both) add_product(shape, layer.mlp_post_norm, rows, buffers);
     return;
   }
   linear(layer.up, rows, buffers.inner, false, buffers.projected, layer.up.outs);
@@ -283,13 +283,13 @@ REALHF_INLINE void run_mlp(const Shape& shape, const Layer<scalar_t>& layer, int
 template <typename scalar_t>
 REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
                              const int64_t* positions, Buffers& buffers) {
-  const bool is_parallel = shape.parallel && shape.halves == Halves::both;
-  if (shape.halves != Halves::mlp) {
+  const bool is_parallel = shape.parallel && shape.sublayers == Sublayers::both;
+  if (shape.sublayers != Sublayers::mlp) {
     run_attention(shape, layer, first, rows, positions, buffers);
     if (is_parallel) normalise_input(shape, layer.mlp_norm, rows, buffers);
     add_linear(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers);
   }
-  if (shape.halves == Halves::attention) return;
+  if (shape.sublayers == Sublayers::attention) return;
   if (!is_parallel) normalise_input(shape, layer.mlp_norm, rows, buffers);
   run_mlp(shape, layer, first, rows, buffers);
 }
@@ -305,7 +305,7 @@ REALHF_INLINE void run_some(const Shape& shape, const Stage<scalar_t>& stage, in
   if (stage.final_norm.weight) {
     normalise(stage.final_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.x);
   }
-  convert(stage.result + first * shape.hidden, shape.halves == Halves::both ? buffers.x : buffers.product, size);
+  convert(stage.result + first * shape.hidden, shape.sublayers == Sublayers::both ? buffers.x : buffers.product, size);
 }
 
 void run_stage(const Shape& shape, const Stage<float>& stage, int64_t first, int64_t rows, Buffers& buffers) {

@@ -13,9 +13,9 @@ constexpr int64_t kOfAttention = 10, kOfMlp = 7, kOfRouter = 6;
 
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
-// Which halves of its blocks a call computes. One half alone is that of a single block; its result is the product that
-// is added to the hidden states, without bias, norm and scale.
-enum class Halves : int64_t { both, attention, mlp };
+// Which sublayers of its blocks a call computes. One alone is that of a single block; its result is the product that is
+// added to the hidden states, without bias, norm and scale.
+enum class Sublayers : int64_t { both, attention, mlp };
 
 // How a token chooses `top_k` of `count` experts (RoutingRule of realhf/ops/moe.py); this worker has `n_own` of them,
 // from `first` on.
@@ -29,7 +29,7 @@ struct Routing {
 struct Shape {
   int64_t hidden, n_q, n_kv, dim, inner, max_len, growth_period;
   Activation activation;
-  Halves halves;
+  Sublayers sublayers;
   bool gated, parallel, layer_norms, has_gates, norms_projections;
   float eps, residual_scale, scale, softcap, query_growth;
   Routing routing;

@@ -7,6 +7,8 @@ LENGTH_SCALINGS = ("longrope", "dynamic")
 """Rotary scaling that depends on the length of a row."""
 KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """The activations that the compiled kernels compute, in their numbering."""
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""The activation of gpt-oss, which is always gated: both inputs are limited, and one is added to the second."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Which halves of a model's blocks, attention and MLP, the CPU kernel of decoding computes."""
+"""Which sublayers of a model's blocks, attention and MLP, the CPU kernel of decoding computes."""
 
-from realhf.api.model_config import KERNEL_ACTIVATIONS, ModelConfig
+from realhf.api.model_config import CLAMPED_SWIGLU, KERNEL_ACTIVATIONS, ModelConfig
 
 WIDTH = 16
 """Widths are multiples of it."""
-GATED_ACTIVATIONS = ("clamped_swiglu",)
+GATED_ACTIVATIONS = (CLAMPED_SWIGLU,)
 """Activations of gated MLPs that it computes beside ``KERNEL_ACTIVATIONS``, in their numbering."""
 
 

@@ -331,7 +331,7 @@ def _add_product(
 def add_output(
     x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext
 ) -> Tensor:
-    """Return ``x`` plus the output of a half: the sum of ``partial`` over tensor-parallel ranks, with bias and norm."""
+    """Return ``x`` plus a sublayer's output: the sum of ``partial`` over tensor-parallel ranks, with bias and norm."""
     output = context.tp_region.reduce_from_tp(partial)
     if bias is not None:
         output = output + bias

@@ -272,7 +272,7 @@ class Transformer:
         if fused is None:
             return self._run(x, count, attend, routing=routing)
         return self._last(
-            blocks.run_halves(x, step, self.weights.blocks, self._context(count, attend, routing=routing))
+            blocks.run_sublayers(x, step, self.weights.blocks, self._context(count, attend, routing=routing))
         )
 
     def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
@@ -351,12 +351,10 @@ class Transformer:
         return hidden * self.config.logit_scale if scales else hidden
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        weights = self.weights
+        weights, region = self.weights, self.tp_region(len(tokens))
         assert weights.embed is not None, "a later stage takes the hidden states of the previous stage"
-        own = weights.embed, weights.positions
-        return embed_tokens(
-            self.config, *own, self._vocab_shard, self.tp_region(len(tokens)), tokens, positions, longest
-        )
+        where = self._vocab_shard, region, tokens, positions, longest
+        return embed_tokens(self.config, weights.embed, weights.positions, *where)
 
     @property
     def head(self) -> Tensor:

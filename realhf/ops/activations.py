@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.api.model_config import KERNEL_ACTIVATIONS
+from realhf.api.model_config import CLAMPED_SWIGLU, KERNEL_ACTIVATIONS
 from realhf.ops import extension
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -25,8 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
-CLAMPED_SWIGLU, CLAMP = "clamped_swiglu", 7.0
-"""Of gpt-oss: both inputs are limited, and one is added to the second."""
+CLAMP = 7.0
+"""The limit of ``CLAMPED_SWIGLU``."""
 ACTIVATION_IDS = {name: number for number, name in enumerate(KERNEL_ACTIVATIONS)}
 
 

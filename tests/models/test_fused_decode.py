@@ -1,11 +1,14 @@
 """The fused decoding kernel against the unfused reference implementation."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.api.model_config import GatedDelta, Latent, ModelConfig
@@ -15,6 +18,7 @@ from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
 from realhf.ops import extension
 from tests.models.tiny_models import whole_params
+from tests.scaling import examples
 
 LLAMA = ModelConfig("llama", 3, 64, 4, 2, 16, 112, 40, 128, init_std=0.2)
 LAYER_NORMS = {
@@ -67,7 +71,7 @@ PARTLY_FUSED = {
     "MLPs of 50": replace(LLAMA, intermediate=50, proj_bias=True),
     "experts of 24": replace(LLAMA, **EXPERTS | {"expert_intermediate": 24}),
 }  # fmt: skip
-"""Models of which the kernel computes one half of some blocks."""
+"""Models of which the kernel computes one sublayer of some blocks."""
 N_SLOTS, CACHED = 24, (1, 6, 2, 30, 17, 64, 5, 0, 9, 33, 12, 3, 8, 1, 21)
 
 pytestmark = pytest.mark.skipif(
@@ -170,6 +174,32 @@ def test_weights_that_are_no_numbers_choose_different_experts(name: str) -> None
     model.params.view("embed.weight")[3] = torch.nan
     found = decoded(model)[0]
     assert found[3].isnan().all() and torch.equal(found[[0, 1, 2, *range(4, 15)]], whole[[0, 1, 2, *range(4, 15)]])
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.integers(1, 3), st.integers(2, 11), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+       st.sampled_from((0, 16)), st.integers(1, 150), st.randoms(use_true_random=False))  # fmt: skip
+def test_any_routing_of_any_number_of_rows(
+    n_groups: int, size: int, is_sigmoid: bool, renormalises: bool, has_bias: bool, is_gated: bool, shared: int,
+    n_rows: int, rng: random.Random,
+) -> None:  # fmt: skip
+    """A token may choose all experts, one, or those of one group; threads take several passes over many rows."""
+    n_used = rng.randint(1, n_groups)
+    top_k = rng.randint(1, n_used * size)
+    config = replace(
+        LLAMA, n_layers=2, n_experts=n_groups * size, experts_per_token=top_k, expert_groups=(n_groups, n_used),
+        expert_intermediate=16, expert_scores="sigmoid" if is_sigmoid else "softmax", choice_bias=has_bias,
+        renormalise_experts=renormalises, shared_intermediate=shared, shared_gate=bool(shared) and is_gated,
+        expert_scale=rng.choice((1.0, 2.5)), dense_layers=rng.choice(((), (0,), (1,))),
+    )  # fmt: skip
+    model = model_of(config)
+    tokens, positions = torch.arange(n_rows) % config.vocab, torch.zeros(n_rows, dtype=torch.int64)
+    with torch.no_grad():
+        found, expected = (
+            each.decode(tokens, positions, each.new_cache(n_rows, 4)) for each in (model, without_kernel(model))
+        )
+    assert model.weights.fused is not None and model.weights.fused.is_whole
+    assert distance(found, expected) < 1e-5
 
 
 def test_weights_are_tiled_once_within_decoding() -> None:
@@ -284,7 +314,7 @@ def test_weight_updates_are_visible() -> None:
                                     "mlp": "ungated"}])  # fmt: skip
 def test_unsupported_models_are_not_fused(change: dict[str, Any]) -> None:
     fused = model_of(replace(LLAMA, **change)).weights.fused
-    assert fused is None or all(mlp is None for _, mlp in fused.halves)
+    assert fused is None or all(mlp is None for _, mlp in fused.sublayers)
 
 
 def test_empty_batches_and_positions_beyond_the_cache() -> None:
@@ -302,7 +332,7 @@ def test_the_kernel_passes_opcheck() -> None:
     assert fused is not None
     tiled = fused.tiled()
     given = (
-        torch.randn(5, 64), [*tiled.halves[0][0], *tiled.halves[0][1], *tiled.final_norm], cache.k, cache.v,
+        torch.randn(5, 64), [*tiled.sublayers[0][0], *tiled.sublayers[0][1], *tiled.final_norm], cache.k, cache.v,
         torch.arange(5), None, model.rotary.tables(96), [0], [0], [1], [6, 0, 6, 3, 1, 1, 0, 1, 32, 0],
         torch.empty(1, 5, 3, dtype=torch.int64), 0, 4, 0, 0, True, False, False, False, False, 1e-6, 0.0, 1.0, 0.25,
         0.0, 0.0, 0, 1.0,

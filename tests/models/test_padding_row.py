@@ -24,10 +24,8 @@ def test_the_gradient_of_the_embedding_equals_transformers(
     ours.params.enable_grad()
     ours.params.zero_grad()
     ours.logprobs(ours.hidden(TOKENS, [len(TOKENS)]), TOKENS, [len(TOKENS)]).sum().backward()
+    theirs.double().set_experts_implementation("eager")  # in float32 its gradients of delta rules have errors of 1e-3
     logits = theirs(TOKENS[None]).logits[0, :-1]
     torch.log_softmax(logits, -1).gather(1, TOKENS[1:, None]).sum().backward()
-    expected = theirs.get_input_embeddings().weight.grad
-    largest = max(1.0, float(expected.abs().max()))  # gated delta rules magnify rounding
-    assert torch.allclose(
-        ours.params.grad_view("embed.weight"), expected, atol=1e-4 if largest < 10 else 3e-5 * largest
-    )
+    expected = theirs.get_input_embeddings().weight.grad.float()
+    assert torch.allclose(ours.params.grad_view("embed.weight"), expected, atol=1e-4)

@@ -156,8 +156,8 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
         inputs.pick(1, 9, 33),
         inputs.pick(torch.float32, torch.bfloat16),
     )
-    halves = inputs.pick(0, 0, 1, 2)
-    layers = inputs.pick(1, 2) if halves == 0 else 1
+    sublayers = inputs.pick(0, 0, 1, 2)
+    layers = inputs.pick(1, 2) if sublayers == 0 else 1
     dim, hidden, inner, kv_heads = (inputs.pick(16, 32), inputs.pick(16, 48), inputs.pick(16, 32), inputs.pick(1, 2))
     heads, gated = kv_heads * inputs.pick(1, 2, 5), inputs.pick(True, False)
     has_gates, wide_norms = inputs.pick(True, False), inputs.pick(True, False)
@@ -168,15 +168,15 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     of_q, of_k = heads * dim, kv_heads * dim
     weights: list[Tensor] = []
     for is_routed in routed:
-        if halves != 2:
+        if sublayers != 2:
             sizes = (of_q, of_k) if wide_norms else (dim, dim)
             head_norms = inputs.pick([make(0), make(0)], [make(size) for size in sizes])
             of_qkv = of_q * (1 + has_gates) + 2 * of_k
             weights += [maybe(hidden), maybe(hidden), make(of_qkv, hidden), maybe(of_qkv), *head_norms,
                         make(hidden, of_q), maybe(hidden), maybe(hidden), maybe(heads)]  # fmt: skip
-        if halves != 1:
+        if sublayers != 1:
             weights += _mlp_weights(make, maybe, hidden, inner, 1 + gated, routing if is_routed else [])
-    if halves == 0:
+    if sublayers == 0:
         weights += [maybe(hidden), maybe(hidden)]
     k = make(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim)
     v = make(*k.shape)
@@ -190,7 +190,7 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     chosen = inputs.pick(None, torch.zeros(n_recorded, rows, routing[3] if routing else 0, dtype=torch.int64))
     activation = inputs.pick(0, 1, 2, 3) if gated else inputs.pick(0, 1, 2)
     return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, tables, windows, routed,
-            routing, chosen, halves, heads, inner, activation, gated, inputs.pick(True, False),
+            routing, chosen, sublayers, heads, inner, activation, gated, inputs.pick(True, False),
             inputs.pick(True, False), has_gates, wide_norms, 1e-5, 0.0, inputs.pick(1.0, 0.5), 0.3,
             inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4)), inputs.pick(1.0, 2.5)]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The blocks of a stage in a compiled kernel, for one new token per slot.
 
 Small models are bound by operator overhead in decoding: a block takes thirty operations on little data. Where the
-kernel computes all blocks they are one call. Else, and with tensor parallelism, each half of a block, attention or MLP,
-is a call or is computed operation by operation, which is also the reference implementation.
+kernel computes all blocks they are one call. Else, and with tensor parallelism, each sublayer of a block, attention or
+MLP, is a call or is computed operation by operation, which is also the reference implementation.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,13 @@ from realhf.models.blocks import (
     run_attention,
     run_mlp,
 )
-from realhf.models.fused.half_weights import HalfWeights, attention_weights, mlp_weights, norm_weights, width_of
+from realhf.models.fused.sublayer_weights import (
+    SublayerWeights,
+    attention_weights,
+    mlp_weights,
+    norm_weights,
+    width_of,
+)
 from realhf.models.fused.tiles import computes_in
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
@@ -38,7 +44,7 @@ from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams
 
 BOTH, ATTENTION, MLP = range(3)
-"""The halves that a call computes. One alone returns what is added to hidden states, without bias, norm and scale."""
+"""The sublayers that a call computes. One alone returns its product, before bias, norm and residual."""
 DECODE_ACTIVATIONS = ACTIVATION_IDS | {name: i for i, name in enumerate(GATED_ACTIVATIONS, len(ACTIVATION_IDS))}
 
 
@@ -75,23 +81,18 @@ class StageShape:
             return None
         return torch.empty(n_routed, len(step.positions), self.config.experts_per_token, dtype=torch.int64)
 
-    def call(self, x: Tensor, step: DecodeStep, half: int, blocks: range, weights: Sequence[Tensor]) -> Tensor:
-        """Compute halves of consecutive blocks, and tell ``step.routing`` the experts of tokens."""
-        config, rule, at, chosen = (
-            self.config,
-            self.rules[0],
-            slice(blocks.start, blocks.stop),
-            self.choices(step, blocks),
-        )
-        keys = step.cache.k, step.cache.v
-        if half != BOTH:
+    def call(self, x: Tensor, step: DecodeStep, sublayer: int, blocks: range, weights: Sequence[Tensor]) -> Tensor:
+        """Compute sublayers of consecutive blocks, and tell ``step.routing`` the experts of tokens."""
+        config, rule, at = self.config, self.rules[0], slice(blocks.start, blocks.stop)
+        keys, chosen = (step.cache.k, step.cache.v), None if sublayer == ATTENTION else self.choices(step, blocks)
+        if sublayer != BOTH:
             place = self.places[blocks.start]
-            own = slice(place, place + 1) if half == ATTENTION else slice(0)
+            own = slice(place, place + 1) if sublayer == ATTENTION else slice(0)
             keys = keys[0][own], keys[1][own]
         result: Tensor = extension.required("decode_blocks", x.device.type)(
             x, weights, *keys, step.positions, step.prefixes, self.rotary.tables(step.longest),
             self.rotary.table_of[at], [rule.window for rule in self.rules[at]], self.routed[at], self.routing,
-            chosen, half, self.n_heads, self.inner, DECODE_ACTIVATIONS[config.activation], config.mlp == "gated",
+            chosen, sublayer, self.n_heads, self.inner, DECODE_ACTIVATIONS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm == "layer", config.attention_gate,
             config.qk_norm == "full", config.norm_eps, config.norm_offset, config.residual_scale,
             rule.scale_for(config.head_dim), rule.softcap, *config.query_growth, config.expert_scale,
@@ -104,10 +105,10 @@ class StageShape:
 
 @dataclass(frozen=True)
 class TiledBlocks:
-    """The halves of blocks in the kernel's order, which are computed; those without weights are not fused."""
+    """The sublayers of blocks in the kernel's order, which are computed; those without weights are not fused."""
 
     shape: StageShape
-    halves: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
+    sublayers: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
     final_norm: tuple[Tensor, ...]
 
     def run(self, x: Tensor, step: DecodeStep) -> Tensor:
@@ -115,12 +116,12 @@ class TiledBlocks:
 
         Intermediate values are float32 for any type of ``x``. The stage must be fused as a whole.
         """
-        weights = [*chain.from_iterable(chain.from_iterable(self.halves)), *self.final_norm]
-        return self.shape.call(x, step, BOTH, range(len(self.halves)), weights)
+        weights = [*chain.from_iterable(chain.from_iterable(self.sublayers)), *self.final_norm]
+        return self.shape.call(x, step, BOTH, range(len(self.sublayers)), weights)
 
-    def run_halves(self, x: Tensor, step: DecodeStep, blocks: Sequence[Block], context: ForwardContext) -> Tensor:
+    def run_sublayers(self, x: Tensor, step: DecodeStep, blocks: Sequence[Block], context: ForwardContext) -> Tensor:
         """Return the hidden states after all blocks, before the final norm; those without kernels get ``context``."""
-        for index, (block, (attention, mlp)) in enumerate(zip(blocks, self.halves, strict=True)):
+        for index, (block, (attention, mlp)) in enumerate(zip(blocks, self.sublayers, strict=True)):
             before, here = x, range(index, index + 1)
             if attention and isinstance(block.attention, Attention):
                 product = self.shape.call(x, step, ATTENTION, here, attention)
@@ -139,31 +140,31 @@ class TiledBlocks:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """Views of the weights of a stage for the kernel, by halves of blocks; None where operations compute one.
+    """Views of the weights of a stage for the kernel, by sublayers of blocks; None where operations compute one.
 
     ``is_whole``: one call computes all blocks.
     """
 
     shape: StageShape
-    halves: tuple[tuple[HalfWeights | None, HalfWeights | None], ...]
-    final_norm: HalfWeights
+    sublayers: tuple[tuple[SublayerWeights | None, SublayerWeights | None], ...]
+    final_norm: SublayerWeights
     is_whole: bool
 
     @property
     def computes_attention(self) -> bool:
         """The kernel computes the attention of all blocks."""
-        return all(attention is not None for attention, _ in self.halves)
+        return all(attention is not None for attention, _ in self.sublayers)
 
     def tiled(self) -> TiledBlocks:
         """Copy the matrices into tiles, the order in which the kernel reads them."""
-        weights = chain.from_iterable(half for half in chain.from_iterable(self.halves) if half is not None)
+        weights = chain.from_iterable(some for some in chain.from_iterable(self.sublayers) if some is not None)
         missing = next(part.value for part in weights if part.value is not None).new_empty(0)
 
-        def packed(half: HalfWeights | None) -> tuple[Tensor, ...]:
-            return tuple(part.packed(missing) for part in half or ())
+        def packed(sublayer: SublayerWeights | None) -> tuple[Tensor, ...]:
+            return tuple(part.packed(missing) for part in sublayer or ())
 
-        halves = tuple((packed(attention), packed(mlp)) for attention, mlp in self.halves)
-        return TiledBlocks(self.shape, halves, packed(self.final_norm))
+        sublayers = tuple((packed(attention), packed(mlp)) for attention, mlp in self.sublayers)
+        return TiledBlocks(self.shape, sublayers, packed(self.final_norm))
 
 
 def fuse_blocks(
@@ -188,7 +189,7 @@ def fuse_blocks(
     if (config.lora is not None and dtype == torch.bfloat16) or not has_activation(config):
         return None
 
-    def halves(with_bias: bool) -> tuple[tuple[HalfWeights | None, HalfWeights | None], ...]:
+    def sublayers(with_bias: bool) -> tuple[tuple[SublayerWeights | None, SublayerWeights | None], ...]:
         own = [attention_weights(block.attention, with_bias) for block in blocks]
         if not fuses_attention(config, tp):
             own = [None] * len(blocks)
@@ -197,13 +198,13 @@ def fuse_blocks(
             mlps = [None if isinstance(block.mlp, Experts) else mlp for block, mlp in zip(blocks, mlps, strict=True)]
         return tuple(zip(own, mlps, strict=True))
 
-    found = halves(True)
-    is_whole = tp == 1 and all(half is not None for half in chain.from_iterable(found))
-    if not any(half is not None for half in chain.from_iterable(found)):
+    found = sublayers(True)
+    is_whole = tp == 1 and all(sublayer is not None for sublayer in chain.from_iterable(found))
+    if not any(sublayer is not None for sublayer in chain.from_iterable(found)):
         return None
     fused = [block.mlp if mlp is not None else None for block, (_, mlp) in zip(blocks, found, strict=True)]
     shape = StageShape(config, n_heads, rules, rotary, places, *_mlp_sizes(config, fused, experts))
-    return FusedBlocks(shape, found if is_whole else halves(False), norm_weights(final_norm), is_whole)
+    return FusedBlocks(shape, found if is_whole else sublayers(False), norm_weights(final_norm), is_whole)
 
 
 def _mlp_sizes(

@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.arch.decode_kernel import WIDTH
 from realhf.ops import extension
 
-TILE_N = 16
-"""Output rows per tile of a weight, ``[in, TILE_N]``; widths in the kernels are multiples of it."""
+TILE_N = WIDTH
+"""Output rows per tile of a weight, ``[in, TILE_N]``."""
 
 
 def pack_tiles(weight: Tensor) -> Tensor:

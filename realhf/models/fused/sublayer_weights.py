@@ -1,4 +1,4 @@
-"""The weights of the two halves of a block, attention and MLP, in the order of the kernel (``csrc/decode.cpp``)."""
+"""The weights of the two sublayers of a block, attention and MLP, in the order of the kernel (``csrc/decode.cpp``)."""
 
 from dataclasses import dataclass
 
@@ -36,10 +36,10 @@ class KernelWeight:
         return F.pad(value, self.padding) if any(self.padding) else value
 
 
-HalfWeights = tuple[KernelWeight, ...]
+SublayerWeights = tuple[KernelWeight, ...]
 
 
-def attention_weights(attention: Attention | LinearAttention, with_bias: bool) -> HalfWeights | None:
+def attention_weights(attention: Attention | LinearAttention, with_bias: bool) -> SublayerWeights | None:
     """Return the weights of an attention, None if the kernel does not compute it.
 
     ``with_bias`` is whether the kernel adds the bias of the last product.
@@ -54,7 +54,7 @@ def attention_weights(attention: Attention | LinearAttention, with_bias: bool) -
     return (*norm_weights(attention.norm), *qkv, q_norm, k_norm, *out, post_norm, KernelWeight(attention.sinks))
 
 
-def mlp_weights(mlp: Mlp | Experts, hidden: int, with_bias: bool) -> HalfWeights | None:
+def mlp_weights(mlp: Mlp | Experts, hidden: int, with_bias: bool) -> SublayerWeights | None:
     """Return the weights of a dense MLP or of routed experts, None if the kernel does not compute it.
 
     ``with_bias`` is whether the kernel adds the bias of a dense MLP's last product.
@@ -73,7 +73,7 @@ def width_of(mlp: Mlp) -> int:
     return 0 if isinstance(mlp.down, QuantizedMatrix) else mlp.down.shape[1]
 
 
-def _expert_weights(experts: Experts, hidden: int) -> HalfWeights | None:
+def _expert_weights(experts: Experts, hidden: int) -> SublayerWeights | None:
     mlps, shared, n_experts = experts.mlps, experts.shared, len(experts.router)
     if mlps.up_adapter is not None or mlps.down_adapter is not None or not fits(mlps.down.shape[2]):
         return None
@@ -106,7 +106,7 @@ def _product(
     return KernelWeight(weight, True, adapter), KernelWeight(bias)
 
 
-def norm_weights(norm: Norm | None) -> HalfWeights:
+def norm_weights(norm: Norm | None) -> SublayerWeights:
     return KernelWeight(None if norm is None else norm.weight), KernelWeight(None if norm is None else norm.bias)
 
 
