@@ -5,13 +5,15 @@ JOBS ?= 3
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test test-full test-random check format kill bench bench-peer gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 docs clean vllm test-vllm
+export PYTHONDONTWRITEBYTECODE =  # tests start hundreds of processes, which would compile all modules
+
+.PHONY: help install demo test test-full test-all check format kill bench bench-peer gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 docs clean vllm test-vllm
 
 help:
 	@echo "make demo    SFT, then PPO on a small arithmetic task, on CPU, in a few minutes"
 	@echo "make test    the quick tests: everything that takes seconds, and one whole run of each kind"
 	@echo "make test-full   the slow tests"
-	@echo "make test-random   the property tests, with five times as many examples"
+	@echo "make test-all   every test with every case of large tables and five times as many random examples; hours"
 	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm runs its tests"
 	@echo "make check   lint, types, known vulnerabilities, architecture, English, torch-free tests"
 	@echo "make kill    kill runs at random moments, resume and compare them; 40 minutes or more"
@@ -40,10 +42,10 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 test-full: $(STAMP)
-	HYPOTHESIS_SCALE=2 $(PYTEST) -m slow
+	$(PYTEST) -m slow
 
-test-random: $(STAMP)
-	HYPOTHESIS_SCALE=5 $(PYTEST) -m hypothesis
+test-all: $(STAMP)
+	TEST_SCALE=5 $(PYTEST)
 
 VLLM = .venv-vllm
 

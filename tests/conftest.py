@@ -24,10 +24,11 @@ from realhf.comm.process_groups import destroy_process_group, init_process_group
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, save_hf
 from tests.rank_results import packed, unpacked
+from tests.scaling import examples
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on the network
-settings.register_profile("no_deadline", deadline=None)  # a busy machine is not a failure
-settings.load_profile("no_deadline")
+settings.register_profile("ours", deadline=None, max_examples=examples(30))  # a busy machine is not a failure
+settings.load_profile("ours")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", "300"))
 """Limits every wait for another process: long enough for a busy machine, since only a hang reaches it."""

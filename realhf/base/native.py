@@ -1,7 +1,8 @@
 """The compiled libraries of csrc: where they are, and how they are compiled. No torch.
 
 They are compiled with the package (``setup.py``), or else at first use into a cache, where there is a C++ compiler.
-``CXX`` and ``NVCC`` name the compilers. The CUDA kernels are compiled if nvcc is found and torch has CUDA.
+``CXX`` and ``NVCC`` name the compilers, ``CXXFLAGS`` adds flags for C++. The CUDA kernels are compiled if nvcc is found
+and torch has CUDA.
 ``REALHF_BUILD_CUDA=1`` requires them, which makes every failure an error; ``REALHF_CUDA_ARCH`` is nvcc's ``-arch``.
 ``REALHF_NATIVE=0`` disables all libraries. The kernels use only torch's stable ABI: they need no ATen or Python headers
 and run with the torch that compiled them and later ones. The planner needs only a C++ compiler.
@@ -36,6 +37,7 @@ CXX = os.environ.get("CXX", "g++").split()
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 CXX_FLAGS += ["-Wno-psabi"]  # vector arguments stay within one library
+USER_FLAGS = os.environ.get("CXXFLAGS", "").split()
 NVCC_FLAGS = ["--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 COMPILE_S = 1200.0  # limit of waiting for another process that compiles
 
@@ -112,17 +114,19 @@ def build(library: Library, target: Path, scratch: Path, cuda_arch: str = "all-m
     scratch.mkdir(parents=True, exist_ok=True)
     files = sources(library)
     if library == PLANNER:
-        _call([*CXX, *CXX_FLAGS, *FLAGS, "-shared", *_of_kind(files, ".cpp"), "-o", str(target)])
+        _call([*CXX, *CXX_FLAGS, *FLAGS, *USER_FLAGS, "-shared", *_of_kind(files, ".cpp"), "-o", str(target)])
         return
-    torch, linker = find_torch(), CXX
-    objects = _compile([*CXX, *CXX_FLAGS], _of_kind(files, ".cpp"), scratch, torch, "native kernels")
+    torch, linker = find_torch(), [*CXX, *USER_FLAGS]
+    compiler = [*CXX, *CXX_FLAGS, *FLAGS, *USER_FLAGS]  # the last flag counts
+    objects = _compile(compiler, _of_kind(files, ".cpp"), scratch, torch, "native kernels")
     libraries = ["-ltorch_cpu", "-lc10"]
     if torch.cuda or CUDA_REQUIRED:
         try:
             nvcc = find_nvcc()
             check_cuda_version(nvcc, torch)
             arch = f"-arch={os.environ.get('REALHF_CUDA_ARCH', cuda_arch)}"
-            objects += _compile([nvcc, arch, *NVCC_FLAGS], _of_kind(files, ".cu"), scratch, torch, "CUDA kernels")
+            compiler = [nvcc, arch, *NVCC_FLAGS, *FLAGS]
+            objects += _compile(compiler, _of_kind(files, ".cu"), scratch, torch, "CUDA kernels")
             linker = [nvcc]
             libraries += ["-ltorch_cuda"] if torch.version < NATIVE_STREAM else []
         except BuildError as error:
@@ -150,7 +154,7 @@ def abi_flags(feature: str, version: tuple[int, int]) -> list[str]:
 
 def _compile(compiler: list[str], files: list[str], scratch: Path, torch: Torch, feature: str) -> list[str]:
     """Compile files against torch's stable ABI; return the objects."""
-    flags = [*FLAGS, *abi_flags(feature, torch.version)]
+    flags = abi_flags(feature, torch.version)
     include = ["-isystem", str(torch.home / "include")]
     objects = [str(scratch / f"{Path(file).name}.o") for file in files]
     commands = [[*compiler, *flags, *include, "-c", file, "-o", output]
@@ -232,7 +236,7 @@ def _cache(library: Library) -> Path | None:
     files = sources(library)
     if not files:
         return None
-    digest = hashlib.sha256(repr((CXX, FLAGS, CXX_FLAGS, platform.machine(), sys.platform)).encode())
+    digest = hashlib.sha256(repr((CXX, FLAGS, CXX_FLAGS, USER_FLAGS, platform.machine(), sys.platform)).encode())
     if library == KERNELS:
         digest.update(repr(find_torch()).encode())
     for path in files:

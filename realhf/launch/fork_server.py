@@ -155,7 +155,7 @@ def forked(arguments: Sequence[str], environment: Mapping[str, str], log: Path) 
 
 
 def main(module: str, fd: int, *added: str) -> None:
-    """Serve until the launcher closes the socket; in a forked process, run the worker.
+    """Import the module and serve.
 
     ``added`` are environment variables of the server that workers and their children do not have.
     """
@@ -171,11 +171,18 @@ def main(module: str, fd: int, *added: str) -> None:
     gc.freeze()  # so that forks share these pages
     for name in added:
         del os.environ[name]
+    serve_module(module, fd)
+
+
+def serve_module(module: str, fd: int) -> None:
+    """Serve until the launcher closes the socket; in a forked process, run the worker of an imported module."""
+    import setproctitle
+
     if (arguments := serve(socket.socket(fileno=fd))) is not None:
         sys.argv = [module, *arguments]
         title = " ".join([sys.executable, "-m", module, *arguments])
         setproctitle.setproctitle(title.encode(errors="replace").decode())
-        worker.run(arguments)
+        sys.modules[module].run(arguments)
 
 
 def serve(requests: socket.socket) -> list[str] | None:

@@ -267,8 +267,8 @@ HOSTILE = {  # the start, and what is repeated
 
 @pytest.mark.parametrize("format", TOOL_CALL_PARSERS)
 @pytest.mark.timeout(300)
-def test_a_megabyte_of_anything_is_parsed(format: str) -> None:
-    """A time that grows with the square of the length would be hours."""
+def test_a_long_reply_of_anything_is_parsed(format: str) -> None:
+    """A time that grows with the square of the length would be an hour."""
     for start, piece in [*HOSTILE[format], ("", "\n"), ("", "<think>"), ("", "</think>"), ("", "\\")]:
-        calls: list[Any] = TOOL_CALL_PARSERS[format](start + piece * (1_000_000 // len(piece)))
+        calls: list[Any] = TOOL_CALL_PARSERS[format](start + piece * (200_000 // len(piece)))
         assert all(map(is_valid, calls[:100]))

@@ -67,7 +67,7 @@ def states_after(optimizer: ShardedAdamW, n_steps: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numel", [1, 7, 8, 9, 16, 40, 1000])
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 16, 40, 200])
 def test_steps_with_offloaded_state_are_the_same(
     numel: int, dtype: torch.dtype, chunk: Callable[[int], None], cuda: FakeCuda
 ) -> None:

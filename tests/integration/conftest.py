@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,9 @@ import pytest
 
 from realhf.system.metrics.descriptions import describe
 from tests.conftest import TIMEOUT_S, Task, reset_signals
+from tests.warm_start import ADDRESS, PROGRAM, address
 
 REPOSITORY = Path(__file__).parents[2]
-PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 TIMING_METRICS = (
     "time/",
     "actor_gen/env_step",
@@ -164,6 +163,13 @@ def same_curve(expected: Run, found: Run) -> list[str]:
         for name, value in before.items()
         if line[name] != pytest.approx(value, rel=1e-4, abs=1e-6)
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_start(request: pytest.FixtureRequest) -> None:
+    """``make test`` starts its runs as users do; the many runs of the other tests are started warm."""
+    if request.config.getoption("markexpr") != "not slow":
+        os.environ[ADDRESS] = address()
 
 
 @pytest.fixture(scope="session")

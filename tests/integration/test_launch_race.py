@@ -15,7 +15,7 @@ import pytest
 from tests.integration.conftest import Run, Started, run, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-ROUNDS = int(os.environ.get("RACE_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("RACE_ROUNDS", "1"))
 MAX_GAP_S = 2.0
 STEPS = ["exp_ctrl.total_train_epochs=100", "exp_ctrl.total_train_steps=200", "n_gpus_per_node=2",
          "tensorboard.enabled=False", "exp_ctrl.ckpt_freq_steps=50", "exp_ctrl.keep_last=0"]  # fmt: skip

@@ -120,17 +120,17 @@ class WorkerResult:
 
 
 def job(
-    rank: int, world: int, models: Mapping[str, InitialModel], names: Sequence[str], root: Path
+    rank: int, world: int, models: Mapping[str, InitialModel], names: Mapping[str, Sequence[str]], root: Path
 ) -> dict[tuple[str, str], WorkerResult]:
-    """Run each model in one layout after the other; each layout loads what the previous one saved."""
+    """Run each model in its layouts, one after the other; each layout loads what the previous one saved."""
     grad_reduction.BUCKET_NUMEL = 500
     every = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS | INTERLEAVED_LAYOUTS
-    layouts = [every[name].layout for name in names]
+    layouts = [every[name].layout for model in models for name in names[model]]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
     results = {}
     for model, initial in models.items():
-        for name in names:
+        for name in names[model]:
             where = root / model / name
             if rank in every[name].layout.mesh.ranks:
                 engine = engine_on(initial, every[name], rank, groups)
@@ -147,8 +147,8 @@ Results = dict[tuple[str, str], list[WorkerResult]]
 
 
 def collect(
-    on_ranks: Callable[..., list[Any]], world: int, models: Mapping[str, InitialModel], names: Sequence[str],
-    root: Path, results: Results,
+    on_ranks: Callable[..., list[Any]], world: int, models: Mapping[str, InitialModel],
+    names: Mapping[str, Sequence[str]], root: Path, results: Results,
 ) -> None:  # fmt: skip
     """Run ``job`` on ``world`` ranks, and add to ``results``."""
     for answer in on_ranks(world, job, models, names, root):

@@ -12,12 +12,13 @@ from realhf.plan.compile.check import strategy_problems
 from tests.models.layout_checks import check_columns, check_saved_bytes, check_statistics, check_step, starts_of
 from tests.models.sharding import CONTEXT_LAYOUTS, Results, collect
 from tests.models.tiny_models import ONE_OF_EACH, hf_model
+from tests.scaling import pairs, spread
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # refused
 ACTORS = (*(name for name in ONE_OF_EACH if name not in HYBRID), "llama_tied")
 MODELS = (*ACTORS, "llama critic", "qwen3_moe critic", "gemma2 critic")
-LAYOUTS = ("whole", *CONTEXT_LAYOUTS)
+LAYOUTS = spread(MODELS, CONTEXT_LAYOUTS, 2)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     starts, collected = starts_of(MODELS, root), Results()
+    names = {model: ("whole", *layouts) for model, layouts in LAYOUTS.items()}
     for some in (MODELS[:12], MODELS[12:24], MODELS[24:]):
-        collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
+        collect(on_ranks, 4, {name: starts[name] for name in some}, names, root, collected)
     return collected
 
 
@@ -42,8 +44,7 @@ def test_linear_attention_is_refused(model: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("layout", CONTEXT_LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", pairs(LAYOUTS))
 def test_every_worker_computes_the_same_and_makes_the_same_step(
     model: str, layout: str, results: Results, root: Path
 ) -> None:

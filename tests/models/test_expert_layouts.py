@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from tests.models.layout_checks import check_columns, check_saved_bytes, check_statistics, check_step, starts_of
 from tests.models.sharding import BALANCING_RATE, EXPERT_LAYOUTS, Results, collect
 from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS
+from tests.scaling import pairs, spread
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*(name for name in ONE_OF_EACH if name in WITH_EXPERTS), "qwen3_moe_some")
 MODELS = (*ACTORS, "qwen3_moe critic")
-LAYOUTS = ("whole", *EXPERT_LAYOUTS)
+LAYOUTS = spread(MODELS, EXPERT_LAYOUTS, 4)
+CASES = pairs(LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +28,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     starts, collected = starts_of(MODELS, root), Results()
+    names = {model: ("whole", *layouts) for model, layouts in LAYOUTS.items()}
     for some in (MODELS[: len(MODELS) // 2], MODELS[len(MODELS) // 2 :]):
-        collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
+        collect(on_ranks, 4, {name: starts[name] for name in some}, names, root, collected)
     return collected
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_every_worker_computes_the_same(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     sharded = EXPERT_LAYOUTS[layout].layout
@@ -45,16 +47,14 @@ def test_every_worker_computes_the_same(model: str, layout: str, results: Result
             assert torch.allclose(member.sampled_logprobs[row], whole.sampled_logprobs[row], atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_one_step_gives_the_same_weights(model: str, layout: str, results: Results, root: Path) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     check_step(root / model, layout, whole, members)
     check_saved_bytes(root / model, layout)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_losses_are_those_of_one_worker(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     loss = "nll" if model in ACTORS else "square"

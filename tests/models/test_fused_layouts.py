@@ -11,6 +11,7 @@ from realhf.models.fused.fused_blocks import FusedBlocks
 from tests.models.layout_checks import starts_of
 from tests.models.sharding import N_SAMPLES, Results, collect
 from tests.models.tiny_models import FUSED, WITH_EXPERTS, load_model
+from tests.scaling import pairs, spread
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 OTHERS, DIVIDED = ("t2", "p2", "t2p2", "d2t2", "t4"), ("t2e2", "t4e2")
@@ -18,7 +19,8 @@ ROUTED = tuple(name for name in FUSED if name.removeprefix("fused ") in WITH_EXP
 DENSE = tuple(name for name in FUSED if name not in ROUTED)
 PADDING = 0
 """Its embedding is zero, so all experts have equal scores."""
-CASES = [(model, layout) for model in FUSED for layout in (*OTHERS, *(DIVIDED if model in ROUTED else ()))]
+LAYOUTS = spread(DENSE, OTHERS, 3) | spread(ROUTED, (*OTHERS, *DIVIDED), 3)
+CASES = pairs(LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +31,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     starts, collected = starts_of(tuple(FUSED), root), Results()
-    for models, layouts in ((DENSE, OTHERS), (ROUTED, (*OTHERS, *DIVIDED))):
-        collect(on_ranks, 4, {name: starts[name] for name in models}, ("whole", *layouts), root, collected)
+    names = {model: ("whole", *layouts) for model, layouts in LAYOUTS.items()}
+    for models in (DENSE, ROUTED):
+        collect(on_ranks, 4, {name: starts[name] for name in models}, names, root, collected)
     return collected
 
 

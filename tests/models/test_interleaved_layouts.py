@@ -30,8 +30,8 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     starts = {name: initial_model(name, root / name / "original") for name in MODELS}
     collected: Results = {}
     for some in (MODELS[:4], MODELS[4:-1]):
-        collect(on_ranks, 4, {name: starts[name] for name in some}, LAYOUTS, root, collected)
-    collect(on_ranks, 4, {ADAPTER: starts[ADAPTER]}, LAYOUTS[:-1], root, collected)
+        collect(on_ranks, 4, {name: starts[name] for name in some}, dict.fromkeys(some, LAYOUTS), root, collected)
+    collect(on_ranks, 4, {ADAPTER: starts[ADAPTER]}, {ADAPTER: LAYOUTS[:-1]}, root, collected)
     return collected
 
 

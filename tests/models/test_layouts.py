@@ -10,6 +10,7 @@ import torch
 from tests.models.layout_checks import check_columns, check_step, starts_of
 from tests.models.sharding import LAYOUTS, LENGTHS, TEMPERATURE, InitialModel, Results, batch_of, collect
 from tests.models.tiny_models import ONE_OF_EACH, WITH_EXPERTS, hf_model
+from tests.scaling import pairs, spread, subset
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*ONE_OF_EACH, "llama_tied", "qwen3_moe_some")
@@ -18,9 +19,10 @@ ROUTED = (*(name for name in ACTORS if name in WITH_EXPERTS), "qwen3_moe_some", 
 MODELS = ACTORS + CRITICS
 AT_ONCE = 10
 """Models per job of four ranks, which has a time limit."""
-OTHERS = tuple(name for name in LAYOUTS if name != "whole")
-ON_EIGHT = tuple(name for name in LAYOUTS if len(LAYOUTS[name].layout.mesh.ranks) == 8)
-ON_FOUR = tuple(name for name in LAYOUTS if name not in ON_EIGHT)
+ON_EIGHT = "d2t2p2"
+ON_FOUR = spread(MODELS, (name for name in LAYOUTS if name not in ("whole", ON_EIGHT)), 3)
+MODELS_ON_EIGHT = subset(MODELS, 10)
+CASES = pairs(ON_FOUR) + [(model, ON_EIGHT) for model in MODELS_ON_EIGHT]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +35,12 @@ def results(on_ranks: Callable[..., list[Any]], root: Path) -> Results:
     """The results of every worker by model and layout; a few models per job, to stay within the time limit of ranks."""
     starts, collected = starts_of(MODELS, root), Results()
 
-    def run(world: int, layouts: tuple[str, ...], some: dict[str, InitialModel]) -> None:
-        collect(on_ranks, world, some, layouts, root, collected)
-
+    names = {model: ("whole", *layouts) for model, layouts in ON_FOUR.items()}
     for first in range(0, len(MODELS), AT_ONCE):
-        run(4, ON_FOUR, {name: starts[name] for name in MODELS[first : first + AT_ONCE]})
-    for some in (ACTORS, CRITICS):
-        run(8, ON_EIGHT, {name: InitialModel(root / name / ON_FOUR[-1] / "saved", name in CRITICS) for name in some})
+        some_starts = {model: starts[model] for model in MODELS[first : first + AT_ONCE]}
+        collect(on_ranks, 4, some_starts, names, root, collected)
+    saved = {model: InitialModel(root / model / "whole" / "saved", model in CRITICS) for model in MODELS_ON_EIGHT}
+    collect(on_ranks, 8, saved, dict.fromkeys(saved, (ON_EIGHT,)), root, collected)
     return collected
 
 
@@ -50,18 +51,18 @@ def test_log_probabilities_equal_transformers(model: str, results: Results) -> N
         with torch.no_grad():
             logits = reference(row[None]).logits[0, :-1] / TEMPERATURE
         expected = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        layouts = ("whole", *(layout for name, layout in CASES if name == model))
         computed = [
             m.columns["logprobs"]
-            for layout in LAYOUTS
+            for layout in layouts
             for m in results[model, layout]
             if number in m.columns["logprobs"]
         ]
-        assert len(computed) >= len(LAYOUTS)
+        assert len(computed) >= len(layouts)
         assert all(torch.allclose(columns[number][1:], expected, atol=1e-4) for columns in computed)
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_every_worker_computes_the_same_columns(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     assert len(members) == len(LAYOUTS[layout].layout.mesh.ranks)
@@ -69,8 +70,7 @@ def test_every_worker_computes_the_same_columns(model: str, layout: str, results
     check_columns(whole, members)
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("model", ACTORS)
+@pytest.mark.parametrize("model, layout", [case for case in CASES if case[0] in ACTORS])
 def test_every_worker_samples_the_same_responses(model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     for member in members:
@@ -81,15 +81,13 @@ def test_every_worker_samples_the_same_responses(model: str, layout: str, result
                 assert torch.equal(member.sampled_experts[row], whole.sampled_experts[row])
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_one_step_gives_the_same_weights(model: str, layout: str, results: Results, root: Path) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
     check_step(root / model, layout, whole, members, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("model", ROUTED)
+@pytest.mark.parametrize("model, layout", [case for case in CASES if case[0] in ROUTED])
 @pytest.mark.parametrize("loss", ["router_balance_loss", "router_z_loss"])
 def test_router_losses_are_independent_of_the_layout(loss: str, model: str, layout: str, results: Results) -> None:
     (whole,), members = results[model, "whole"], results[model, layout]
@@ -99,8 +97,7 @@ def test_router_losses_are_independent_of_the_layout(loss: str, model: str, layo
     assert sums == pytest.approx(whole.stats[loss], rel=1e-5) and sums[0] > 0 and sums[1] == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, layout", CASES)
 def test_saved_folders_do_not_depend_on_the_layout(model: str, layout: str, results: Results, root: Path) -> None:
     first, saved = root / model / "whole" / "saved", root / model / layout / "saved"
     assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]

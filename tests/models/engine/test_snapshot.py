@@ -20,6 +20,7 @@ from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.engine.snapshot import restore, snapshot
 from realhf.models.transformer import Transformer
 from tests.models.tiny_models import hf_model
+from tests.scaling import subset
 
 EXPERTS = ("d1", "d2e2", "t2e2", "d2t2e4", "d4e2", "d2p2e2", "d2", "t2p2", "d2z3")
 STRATEGIES = ("d1", "d2", "t2", "p2", "p2v2", "d2t2", "t2p2", "t2p2v2", "d3z3", "d2t2z3", "d2p2z3", "d2p2v2z3", "c2",
@@ -100,7 +101,7 @@ def test_any_layout_restores_the_snapshot_of_any_other(
     folder: str, strategies: tuple[str, ...], bf16: bool, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(folder)
-    for before, after in product(strategies, strategies):
+    for before, after in subset(product(strategies, strategies), 5 * len(strategies)):
         old, new = layout_of(before), layout_of(after)
         files = {rank: snapshot(trained(model, old, rank, bf16, bf16)) for rank in old.mesh.ranks}
         for rank in new.mesh.ranks:
