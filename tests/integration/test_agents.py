@@ -39,7 +39,7 @@ def chat_words(template: str, folder: Path) -> list[str]:
     return [
         "actor.init_from_scratch=True", f"actor.config={config.parent}", f"actor.tokenizer={folder}/tokenizer",
         f"dataset.path={folder}/train.jsonl", "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6",
-        "ppo.group_size=3", "actor.optimizer.lr=1e-2", "env.max_turns=8", "env.timeout=60", "env.max_episode_len=200",
+        "ppo.group_size=3", "actor.optimizer.lr=1e-2", "env.max_turns=8", "env.timeout=240", "env.max_episode_len=200",
         "ppo.ppo_n_minibatches=2",
         "exp_ctrl.total_train_steps=2", "n_logged_generations=-1", "tensorboard.enabled=False",
     ]  # fmt: skip

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scaling import examples
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")]
 REPOSITORY = Path(__file__).parents[2]
 FLAGS = "-O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
@@ -58,14 +60,14 @@ def test_the_sanitizers_find_an_error(tmp_path: Path) -> None:
 def test_hostile_inputs_to_every_operator(libraries: Path) -> None:
     results = []
     for fill in (0xFF, 0x41):
-        run = sanitized(["tests/ops/hostile_inputs.py", str(libraries / KERNELS), "600", "0"], fill)
+        run = sanitized(["tests/ops/hostile_inputs.py", str(libraries / KERNELS), str(examples(200)), "0"], fill)
         assert run.returncode == 0, run.stderr[-3000:]
         results.append(json.loads(run.stdout))
     sources = "".join(path.read_text() for path in (REPOSITORY / "csrc").glob("*.cpp"))
     assert results[0].keys() == set(re.findall(r'library\.impl\("(\w+)"', sources))
     missing = [name for name, result in results[0].items() if result is None]
     assert not missing, f"operators without a case in hostile_inputs.py: {missing}"
-    assert all(result["accepted"] >= 200 and result["refused"] for result in results[0].values())
+    assert all(result["accepted"] >= examples(60) and result["refused"] for result in results[0].values())
     depends = [name for name, result in results[0].items() if result != results[1][name]]
     assert not depends, f"results depend on uninitialised memory: {depends}"
 

@@ -48,7 +48,7 @@ def test_any_small_cluster(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(6))
 @given(st.integers(0, 1 << 30))
 def test_any_cluster(seed: int) -> None:
     check_entry_points(sized_planner(seed, 9), seed)
