@@ -16,6 +16,7 @@ from realhf.models.hf_folder import config_json
 from tests.arch.released_edits import LENGTHS, ORACLE_TYPES, SHAPES, edited_shape, edits_of, families, scaled
 from tests.models.test_config_oracle import compare, fresh, transformers_model
 from tests.models.tiny_models import load_model
+from tests.scaling import subset
 
 N_QUICK = 3
 ONLY_HERE = "accepted, but not by transformers"
@@ -115,7 +116,7 @@ def test_an_edited_configuration_is_computed_or_refused_by_name(family: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", subset(families(), 8))
 def test_every_edit_of_a_family(family: str, tmp_path: Path) -> None:
     """Every field that the family has is edited at least once."""
     counts = outcomes(family, range(N_QUICK, N_QUICK + len(edits_of(family))), tmp_path)
