@@ -1,6 +1,7 @@
 # make demo and make test work on a fresh machine with Python >= 3.10; a C++ compiler is optional.
 PYTHON ?= python3
 VENV ?= .venv
+PART ?= 1/1
 JOBS ?= 3
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
@@ -12,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =  # tests start hundreds of processes, which wou
 help:
 	@echo "make demo    SFT, then PPO on a small arithmetic task, on CPU, in a few minutes"
 	@echo "make test    the quick tests: everything that takes seconds, and one whole run of each kind"
-	@echo "make test-full   the slow tests"
+	@echo "make test-full   the slow tests; PART=1/3 runs the first of three parts"
 	@echo "make test-all   every test with every case of large tables and five times as many random examples; hours"
 	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm runs its tests"
 	@echo "make check   lint, types, known vulnerabilities, architecture, English, torch-free tests"
@@ -42,7 +43,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 test-full: $(STAMP)
-	$(PYTEST) -m slow
+	TEST_PART=$(PART) $(PYTEST) -m slow
 
 test-all: $(STAMP)
 	TEST_SCALE=5 $(PYTEST)

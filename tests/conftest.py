@@ -39,9 +39,16 @@ LONGEST = ("sanitizers", "launch_race", "ray", "planner_fuzz", "agents", "zero",
 """Files by the time of their tests. They start first, so that none runs alone at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after markers have selected items
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the files by their time, and keep those of TEST_PART, ``K/N``: part K of N."""
     place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    number, n_parts = map(int, os.environ.get("TEST_PART", "1/1").split("/"))
+    files = list(dict.fromkeys(item.path for item in items))[number - 1 :: n_parts]
+    others = [item for item in items if item.path not in files]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item.path in files]
 
 
 @dataclass(frozen=True)
