@@ -207,7 +207,8 @@ def check_samples(
     else:
         assert bool(((begin - near <= u) & (u <= end + near)).all())
         assert bool((same | ~((begin + near < u) & (u < end - near))).all())
-    torch.testing.assert_close(logprobs[same], expected[1][same], rtol=1e-5, atol=1e-5)
+    exact = (logits.double() / (options[0] or 1.0)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sampling[same], expected[2][same], rtol=1e-5, atol=1e-3 if options[2] < 1 else 1e-5)
 
 
