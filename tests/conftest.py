@@ -39,16 +39,29 @@ LONGEST = ("sanitizers", "launch_race", "ray", "planner_fuzz", "agents", "zero",
 """Files by the time of their tests. They start first, so that none runs alone at the end."""
 
 
+PART = os.environ.get("TEST_PART", "1/1")
+
+
+def pytest_configure() -> None:
+    part_of([], PART)  # before workers start, which would not show the error
+
+
 @pytest.hookimpl(trylast=True)  # after markers have selected items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the files by their time, and keep those of TEST_PART, ``K/N``: part K of N."""
+    """Sort the files by their time, and keep those of a part."""
     place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
-    number, n_parts = map(int, os.environ.get("TEST_PART", "1/1").split("/"))
-    files = list(dict.fromkeys(item.path for item in items))[number - 1 :: n_parts]
-    others = [item for item in items if item.path not in files]
-    config.hook.pytest_deselected(items=others)
+    files = set(part_of(list(dict.fromkeys(item.path for item in items)), PART))
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
     items[:] = [item for item in items if item.path in files]
+
+
+def part_of(files: list[Path], part: str) -> list[Path]:
+    """Return the files of a part, ``K/N``; together the parts are all files."""
+    number, _, n_parts = part.partition("/")
+    if not (number.isdecimal() and n_parts.isdecimal() and 1 <= int(number) <= int(n_parts)):
+        raise pytest.UsageError(f"TEST_PART={part}: must be K/N with 1 <= K <= N")
+    return files[int(number) - 1 :: int(n_parts)]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """Programs whose workers are forked from one warm process: runs of the slow tests need not import torch again.
 
 The process that a launcher would start, which imports the modules and then forks workers, is forked from the warm one.
-It has the same socket, loop and command line. Launchers whose environment differs start their own as usual.
+It has the same socket, loop and command line. Launchers whose environment differs start their own as usual, and so do
+all if the warm process has ended.
 """
 
 import atexit
 import contextlib
 import functools
-import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from realhf.base.process import raise_fd_limit
 from realhf.launch import fork_server
 from realhf.launch.fork_server import NUMPY_THREADS, ForkServer
 from realhf.launch.local import WORKER, worker_environment
@@ -54,18 +54,26 @@ class Forked:
 class WarmForkServer(ForkServer):
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as warm:
-            warm.connect(os.environ[ADDRESS])
-            request = json.dumps([module, dict(environment), os.getcwd()]).encode()
-            socket.send_fds(warm, [request], [theirs.fileno()])
-            theirs.close()
-            pid = json.loads(warm.recv(64))
+        request = json.dumps([module, dict(environment), os.getcwd()]).encode()
+        with theirs:
+            pid = forked_from(os.environ[ADDRESS], request, theirs.fileno())
         if pid is None:
             mine.close()
             super().__init__(module, environment)
         else:
             self.environment, self.workers, self._socket = dict(environment), {}, mine
             self._process = Forked(pid)  # type: ignore[assignment]
+
+
+def forked_from(address: str, request: bytes, fd: int) -> int | None:
+    """Return the process id of a fork server at the other end of ``fd``; None if the warm process makes none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as warm, contextlib.suppress(OSError):
+        warm.settimeout(START_S)
+        warm.connect(address)
+        socket.send_fds(warm, [request], [fd])
+        pid: int | None = json.loads(warm.recv(64) or "null")
+        return pid
+    return None
 
 
 def console() -> None:
@@ -80,12 +88,15 @@ def console() -> None:
 @functools.cache
 def address() -> str:
     """Start a warm process, which ends with this one, and return its address."""
-    path = str(Path(tempfile.mkdtemp(prefix="warm"), "socket"))
-    environment = NUMPY_THREADS | worker_environment(1)
+    folder = tempfile.mkdtemp(prefix="warm")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path, environment = str(Path(folder, "socket")), NUMPY_THREADS | worker_environment(1)
     process = subprocess.Popen([sys.executable, "-m", "tests.warm_start", path], cwd=REPOSITORY, env=environment,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     atexit.register(process.kill)
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert process.stdout is not None
+    is_ready = fork_server.readable(process.stdout.fileno(), START_S) and process.stdout.readline() == b"ready\n"
+    assert is_ready, f"the warm process is not ready after {START_S:g} s, or has failed"
     return path
 
 
@@ -95,15 +106,8 @@ def compared(environment: Mapping[str, str]) -> dict[str, str]:
 
 def serve(path: str) -> None:
     """Fork a fork server for each launcher that connects, until standard input ends."""
-    import setproctitle
-
-    setproctitle.getproctitle()  # finds the memory of the command line, which needs the original environment
     module = WORKER[-1]
-    __import__(module, fromlist=["preload"]).preload()
-    raise_fd_limit()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
-    gc.collect()
-    gc.freeze()
+    assert fork_server.preload(module), "a fork would lose threads"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the fork servers
     own = compared(os.environ)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,9 +1,9 @@
 """The compiled libraries of csrc: where they are, and how they are compiled. No torch.
 
 They are compiled with the package (``setup.py``), or else at first use into a cache, where there is a C++ compiler.
-``CXX`` and ``NVCC`` name the compilers, ``CXXFLAGS`` adds flags for C++. The CUDA kernels are compiled if nvcc is found
-and torch has CUDA.
+``CXX`` and ``NVCC`` name the compilers. The CUDA kernels are compiled if nvcc is found and torch has CUDA.
 ``REALHF_BUILD_CUDA=1`` requires them, which makes every failure an error; ``REALHF_CUDA_ARCH`` is nvcc's ``-arch``.
+``REALHF_CXXFLAGS`` adds flags for C++; the common ``CXXFLAGS`` is ignored, since conda's lowers the optimization.
 ``REALHF_NATIVE=0`` disables all libraries. The kernels use only torch's stable ABI: they need no ATen or Python headers
 and run with the torch that compiled them and later ones. The planner needs only a C++ compiler.
 """
@@ -37,7 +37,7 @@ CXX = os.environ.get("CXX", "g++").split()
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 CXX_FLAGS += ["-Wno-psabi"]  # vector arguments stay within one library
-USER_FLAGS = os.environ.get("CXXFLAGS", "").split()
+USER_FLAGS = os.environ.get("REALHF_CXXFLAGS", "").split()
 NVCC_FLAGS = ["--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 COMPILE_S = 1200.0  # limit of waiting for another process that compiles
 

@@ -159,6 +159,15 @@ def main(module: str, fd: int, *added: str) -> None:
 
     ``added`` are environment variables of the server that workers and their children do not have.
     """
+    if not preload(module):
+        return
+    for name in added:
+        del os.environ[name]
+    serve_module(module, fd)
+
+
+def preload(module: str) -> bool:
+    """Import a module whose functions forks will call; return False if it started threads, which a fork would lose."""
     import setproctitle
 
     setproctitle.getproctitle()  # finds the memory of the command line, which needs the original environment
@@ -166,12 +175,10 @@ def main(module: str, fd: int, *added: str) -> None:
     worker.preload()
     raise_fd_limit()  # as launchers do later
     if len(os.listdir("/proc/self/task")) > 1:
-        return
+        return False
     gc.collect()
     gc.freeze()  # so that forks share these pages
-    for name in added:
-        del os.environ[name]
-    serve_module(module, fd)
+    return True
 
 
 def serve_module(module: str, fd: int) -> None:

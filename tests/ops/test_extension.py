@@ -217,7 +217,7 @@ CUDA_ONLY = ("rotate",)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 def test_cpu_and_cuda_kernels_compile_into_one_library(tmp_path):
-    done, library = build(tmp_path, REALHF_BUILD_CUDA="1", REALHF_CUDA_ARCH="sm_90", CXXFLAGS="-O0")
+    done, library = build(tmp_path, REALHF_BUILD_CUDA="1", REALHF_CUDA_ARCH="sm_90", REALHF_CXXFLAGS="-O0")
     assert done.returncode == 0, done.stderr
     program = f"""
 from pathlib import Path

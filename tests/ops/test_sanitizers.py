@@ -31,7 +31,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build both libraries with sanitizers, without CUDA."""
     folder = tmp_path_factory.mktemp("sanitized")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", f"{folder}/o"]
-    environment = {**os.environ, "CXX": "g++", "CXXFLAGS": FLAGS, "NVCC": "false", "REALHF_BUILD_CUDA": "0"}
+    environment = {**os.environ, "CXX": "g++", "REALHF_CXXFLAGS": FLAGS, "NVCC": "false", "REALHF_BUILD_CUDA": "0"}
     built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1500)
     assert built.returncode == 0 and (folder / KERNELS).exists() and (folder / PLANNER).exists(), built.stderr[-2000:]
     return folder
