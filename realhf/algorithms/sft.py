@@ -10,13 +10,17 @@ from realhf.algorithms.stats import stats_of
 from realhf.api.config import LossAggregation, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
-from realhf.data.protocols import Engine, InterfaceContext, Loss
+from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs
 from realhf.ops.rows import PackedRows
 
 
 @dataclass
 class SFTConfig:
     seq_mean: bool = opt(False, "average over the tokens of each response, then over responses")
+
+
+def response_logprobs(outputs: Outputs, batch: SequenceBatch) -> Tensor:
+    return outputs.logprobs(mask=batch["response_mask"])
 
 
 def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
@@ -44,12 +48,13 @@ class SFT:
         n_tokens = float(ready["response_mask"].sum())
         rows = PackedRows(ready["response_mask"].bool(), batch.lengths("tokens"))
         count = float((rows.counts > 0).sum()) if self.config.seq_mean else n_tokens
-        stats = engine.train(ready, lambda outputs, part: sft_loss(outputs.logprobs(), part), count)
+        stats = engine.train(ready, lambda outputs, part: sft_loss(response_logprobs(outputs, part), part), count)
         return {**stats, "n_tokens": (n_tokens, float(len(batch)))}, state
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        logprobs = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.logprobs())
-        return SequenceBatch(batch.ids), stats_of(sft_loss(logprobs, self.with_weights(batch)))
+        ready = self.with_weights(batch)
+        logprobs = engine.forward(ready.only(("tokens", "response_mask")), response_logprobs)
+        return SequenceBatch(batch.ids), stats_of(sft_loss(logprobs, ready))
 
     def with_weights(self, batch: SequenceBatch) -> SequenceBatch:
         """Add the response mask, and token weights of 1, or with ``seq_mean`` of 1 / the row's response length."""

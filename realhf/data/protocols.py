@@ -23,18 +23,21 @@ if TYPE_CHECKING:  # annotations only: importing this module does not import tor
 
 
 class Outputs(Protocol):
-    """The outputs of a forward pass over one micro-batch, computed on request; ``[T, V]`` logits are never stored."""
+    """The outputs of a forward pass over one micro-batch, computed on request; ``[T, V]`` logits are never stored.
 
-    def logprobs(self, temperature: float = 1.0) -> Tensor:
+    With a ``mask``, ``[T]``, the vocabulary head computes only the tokens where it is not 0; others have 0.
+    """
+
+    def logprobs(self, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
         """Return the log-probability of each token given its prefix, ``[T]`` float32; 0 at every row's first token."""
 
-    def distribution(self, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def distribution(self, ids: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of ``ids``, ``[T, k]`` int64, in place of each token, and entropies, ``[T]``.
 
         In nats, float32, with gradients; 0 at every row's first token. ``k`` may be 0.
         """
 
-    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0) -> Tensor:
+    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
         """Return the ``k`` most probable tokens below ``vocab`` in place of each token, then their log-probabilities.
 
         ``[T, 2 k]`` float32 without gradients; 0 at every row's first token.

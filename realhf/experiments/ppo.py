@@ -128,9 +128,9 @@ class PPOExperiment(Experiment):
             steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})
             mfcs.append(MFC("prm_inf", "prm", Kind.INFERENCE, steps, ("prompt_mask", *rows), ("step_rewards",), batch))
         if self.has_reference:
-            mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
+            mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, (*rows, "prompt_mask"), ("ref_logprobs",), batch))
         if ppo.recompute_logprobs:
-            keys = (*rows, *self._replayed)
+            keys = (*rows, "prompt_mask", *self._replayed)
             mfcs.append(MFC("actor_inf", "actor", Kind.INFERENCE, actor, keys, ("prox_logprobs",), batch))
         if self.teacher_role:
             mfcs.append(teacher_call(self.teacher_role, ppo, rows, batch))

@@ -68,7 +68,8 @@ class TokenHead:
     """``states`` are the final hidden states of packed tokens, ``[t, D]``, of rows with ``lengths``.
 
     ``prev_index`` (``[T]`` int64) is each token's predecessor among the states (-1: none), by default the adjacent
-    token of its row. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given. With context parallelism
+    token of its row. With a ``mask``, methods compute only its tokens, and wait for a GPU to count them; other tokens
+    have 0. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given. With context parallelism
     ``states`` are those of this member of the ``region``; results are of all tokens.
     """
 
@@ -81,16 +82,17 @@ class TokenHead:
     add_to: Tensor | None
     region: TensorParallelRegion | None = None
 
-    def logprobs(self, tokens: Tensor, temperature: float) -> Tensor:
+    def logprobs(self, tokens: Tensor, temperature: float, mask: Tensor | None = None) -> Tensor:
         """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first."""
         return self._at_tokens(
             lambda states, targets: packed_logprobs(
                 states, self.weight, targets, temperature, self.softcap, self.shard, add_to=self.add_to
             ),
             tokens,
+            mask,
         )
 
-    def distribution(self, ids: Tensor, temperature: float) -> Tensor:
+    def distribution(self, ids: Tensor, temperature: float, mask: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of ``ids``, ``[T, k]``, in place of each token, and the entropy: ``[T, k + 1]``.
 
         All are 0 for a row's first token.
@@ -100,9 +102,12 @@ class TokenHead:
                 states, self.weight, at, temperature, self.softcap, self.shard, self.add_to
             ),
             ids,
+            mask,
         )
 
-    def top_logprobs(self, k: int, vocab: int, temperature: float, tokens: Tensor) -> Tensor:
+    def top_logprobs(
+        self, k: int, vocab: int, temperature: float, tokens: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the ``k`` most probable tokens below ``vocab`` in place of each token, then their log-probabilities.
 
         ``[T, 2 k]`` float32, which represents every token number; 0 for a row's first token.
@@ -112,17 +117,35 @@ class TokenHead:
             found = packed_top_logprobs(states, self.weight, k, temperature, self.softcap, self.shard, vocab)
             return torch.cat([x.float() for x in found], 1)
 
-        return self._at_tokens(score, tokens)
+        return self._at_tokens(score, tokens, mask)
 
-    def _at_tokens(self, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor) -> Tensor:
-        """Return ``score(states, targets)`` of each token's ``targets`` in the state before it, 0 at rows' starts."""
-        if self.prev_index is not None:
+    def _at_tokens(
+        self, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return ``score(states, targets)`` of each token's ``targets`` in the state before it, 0 at rows' starts.
+
+        Only tokens of the ``mask``, ``[T]``, are computed; others have 0.
+        """
+        has_prev = self._has_prev(targets)
+        wanted = has_prev if mask is None else has_prev & mask.bool()
+        if self.region is not None:  # each member has the states of its own tokens, of equal number
+            own = score(self.states, self.region.local(targets.roll(-1, 0)))
+            found = self.region.gather_from_sp(own).roll(1, 0)
+        elif mask is not None:
+            index = wanted.nonzero()[:, 0]
+            prev_index = index - 1 if self.prev_index is None else self.prev_index.index_select(0, index)
+            found = score(self.states.index_select(0, prev_index), targets.index_select(0, index))
+            return found.new_zeros(len(targets), *found.shape[1:]).index_copy(0, index, found)
+        elif self.prev_index is not None:
             found = score(self.states.index_select(0, self.prev_index.clamp(min=0)), targets)
-            return found.masked_fill((self.prev_index < 0).view(-1, *[1] * (found.ndim - 1)), 0.0)
+        else:  # each token predicts the next one; predictions across row boundaries are masked
+            found = score(self.states, targets.roll(-1, 0)).roll(1, 0)
+        return found.masked_fill(~wanted.view(-1, *[1] * (found.ndim - 1)), 0.0)
+
+    def _has_prev(self, targets: Tensor) -> Tensor:
+        """Return which tokens are not the first of their row, ``[T]`` bool."""
+        if self.prev_index is not None:
+            return self.prev_index >= 0
         starts = [start for start, n in zip(accumulate(self.lengths, initial=0), self.lengths, strict=False) if n]
         firsts = on_device(torch.tensor(starts, dtype=torch.int64), targets.device)
-        if self.region is not None:
-            own = score(self.states, self.region.local(targets.roll(-1, 0)))
-            return self.region.gather_from_sp(own).roll(1, 0).index_fill(0, firsts, 0.0)
-        # each token predicts the next one; predictions across row boundaries are masked
-        return score(self.states, targets.roll(-1, 0)).roll(1, 0).index_fill(0, firsts, 0.0)
+        return targets.new_ones(len(targets), dtype=torch.bool).index_fill_(0, firsts, False)

@@ -22,20 +22,24 @@ class Table:
             torch.tensor(batch.columns["tokens"].offsets),
         )
 
-    def logprobs(self, temperature=1.0):
+    def logprobs(self, temperature=1.0, mask=None):
         log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1), self.tokens]
-        return log_p.index_fill(0, self.ends[:-1], 0.0)
+        return self.masked(log_p.index_fill(0, self.ends[:-1], 0.0), mask)
 
-    def distribution(self, ids, temperature=1.0):
+    @staticmethod
+    def masked(found, mask):
+        return found if mask is None else found.masked_fill((mask == 0).view(-1, *[1] * (found.ndim - 1)), 0.0)
+
+    def distribution(self, ids, temperature=1.0, mask=None):
         log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1)].index_fill(0, self.ends[:-1], 0.0)
         is_first = torch.zeros(len(self.tokens), dtype=torch.bool).index_fill(0, self.ends[:-1], True)
         entropies = -(log_p.exp() * log_p).sum(-1).masked_fill(is_first, 0.0)
-        return log_p.gather(1, ids), entropies
+        return self.masked(log_p.gather(1, ids), mask), self.masked(entropies, mask)
 
-    def top_logprobs(self, k, vocab, temperature=1.0):
+    def top_logprobs(self, k, vocab, temperature=1.0, mask=None):
         log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1), :vocab]
         top, ids = log_p.topk(k)
-        return torch.cat((ids, top), 1).index_fill(0, self.ends[:-1], 0.0)
+        return self.masked(torch.cat((ids, top), 1).index_fill(0, self.ends[:-1], 0.0), mask)
 
     def values(self):
         return self.scores[self.tokens]

@@ -16,10 +16,11 @@ from torch import Tensor
 from realhf.algorithms.distillation.options import Distillation, DistillConfig, filled_template
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.losses.kl import kl_terms
+from realhf.algorithms.policy_gradient.ppo_formulas import response_mask, wanted_tokens, with_response_mask
 from realhf.api.config import KLEstimator, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
-from realhf.data.protocols import Engine, InterfaceContext
+from realhf.data.protocols import Engine, InterfaceContext, Outputs
 from realhf.ops.rows import on_device
 
 TEACHER = "teacher_logprobs"
@@ -37,7 +38,7 @@ class TeacherConfig:
 class Teacher:
     """Computes ``teacher_logprobs`` of tokens, or with ``forward_kl`` ``teacher_top_logprobs``.
 
-    Reads ``tokens``; with a ``distill.prompt`` also ``prompt_mask row``. ``teacher_top_logprobs`` has ``2 top_k``
+    Reads ``tokens prompt_mask``; with a ``distill.prompt`` also ``row``. ``teacher_top_logprobs`` has ``2 top_k``
     numbers per token: the most probable tokens, then their log-probabilities. All are 0 on prompts.
     """
 
@@ -48,36 +49,45 @@ class Teacher:
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         config, temperature = self.config.distill, self.config.temperature
-        rows = batch.only(("tokens",))
+        rows = with_response_mask(batch.only(("tokens",)), batch)
         if config.prompt:
             rows = with_teacher_prompts(batch, config.prompt, self.context.tokenizer)
         if longest := max((n for n in rows.lengths("tokens") if n > engine.config.max_row_len), default=0):
             limit = engine.config.max_row_len
             raise ValueError(f"a row of the teacher has {longest} tokens; its model has at most {limit} positions")
         if config.objective is not Distillation.forward_kl:
-            found = engine.forward(rows, lambda outputs, _: outputs.logprobs(temperature))
+            found = engine.forward(rows, lambda outputs, part: outputs.logprobs(temperature, wanted_tokens(part)))
             return SequenceBatch(batch.ids, {TEACHER: last_tokens(found[:, None], rows, batch)}), {}
         vocab = len(self.context.tokenizer)
         if config.top_k > vocab:
             raise ValueError(f"ppo.distill.top_k={config.top_k} is larger than the vocabulary of {vocab} tokens")
-        found = engine.forward(rows, lambda outputs, _: outputs.top_logprobs(config.top_k, vocab, temperature))
+
+        def score(outputs: Outputs, part: SequenceBatch) -> Tensor:
+            return outputs.top_logprobs(config.top_k, vocab, temperature, wanted_tokens(part))
+
+        found = engine.forward(rows, score)
         return SequenceBatch(batch.ids, {TEACHER_TOP: last_tokens(found, rows, batch)}), {}
 
 
 def with_teacher_prompts(batch: SequenceBatch, template: str, tokenizer: Any) -> SequenceBatch:
     """Return the rows with the texts of ``template`` before and after ``{prompt}`` around the tokens of the prompt.
 
-    The texts may name fields of the dataset row, such as ``{solutions[0]}``. ValueError if a row lacks one.
+    Columns: ``tokens``, ``response_mask``. The texts may name fields of the dataset row, such as ``{solutions[0]}``;
+    ValueError if a row lacks one.
     """
     columns = (batch.columns[key].rows() for key in ("tokens", "prompt_mask", "row"))
-    rows = []
+    rows, masks = list[Tensor](), list[Tensor]()
     for tokens, prompt_mask, row in zip(*columns, strict=True):
         n_prompt, start = int((prompt_mask == 1).sum()), int(len(tokens) > 0 and tokens[0] == tokenizer.bos_token_id)
         texts = filled_template(template, json.loads(bytes(row.tolist())))
         before, after = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         added = [on_device(torch.tensor(some, dtype=tokens.dtype), tokens.device) for some in (before, after)]
         rows.append(torch.cat((tokens[:start], added[0], tokens[start:n_prompt], added[1], tokens[n_prompt:])))
-    return SequenceBatch(batch.ids, {"tokens": Column.of(rows) if rows else batch.columns["tokens"]})
+        responses = response_mask(prompt_mask, (len(tokens),))[n_prompt:]
+        masks.append(torch.cat((responses.new_zeros(len(rows[-1]) - len(responses)), responses)))
+    if not rows:
+        return with_response_mask(batch.only(("tokens",)), batch)
+    return SequenceBatch(batch.ids, {"tokens": Column.of(rows), "response_mask": Column.of(masks)})
 
 
 def last_tokens(found: Tensor, rows: SequenceBatch, batch: SequenceBatch) -> Column:

@@ -12,7 +12,14 @@ from realhf.algorithms.policy_gradient.losses.actor_loss import actor_loss, deno
 from realhf.algorithms.policy_gradient.losses.covariances import select_tokens
 from realhf.algorithms.policy_gradient.losses.distribution_terms import loss_keys, with_distribution_terms
 from realhf.algorithms.policy_gradient.losses.kl import kl_coefficient, next_kl_coefficient
-from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
+from realhf.algorithms.policy_gradient.ppo_formulas import (
+    ValueNorm,
+    critic_loss,
+    to_states,
+    wanted_tokens,
+    whiten,
+    with_response_mask,
+)
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
 from realhf.algorithms.stats import add_stats, mean_of
 from realhf.api.config import GenerationConfig, KLPlace, LossAggregation
@@ -107,9 +114,12 @@ class PPOActor:
         return sample_responses(engine, batch, self.config.gen, n, self.context.seed, self.config.router_replay)
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        """Return ``ref_logprobs`` (``prox_logprobs`` if run by the actor), at the temperature of generation."""
-        inputs = batch.only(engine_keys(batch))
-        logprobs = engine.forward(inputs, lambda outputs, _: outputs.logprobs(self.temperature))
+        """Return ``ref_logprobs`` (``prox_logprobs`` if run by the actor), at the temperature of generation.
+
+        With column ``prompt_mask`` those of responses, and 0 elsewhere.
+        """
+        inputs, temperature = with_response_mask(batch.only(engine_keys(batch)), batch), self.temperature
+        logprobs = engine.forward(inputs, lambda outputs, part: outputs.logprobs(temperature, wanted_tokens(part)))
         column = Column(logprobs, batch.lengths("tokens"))
         return SequenceBatch(batch.ids, {"ref_logprobs": column, "prox_logprobs": column}), {}
 
@@ -170,7 +180,7 @@ class PPOActor:
         return signals.advantages.masked_fill(~signals.loss_mask, 0.0)
 
     def loss(self, outputs: Outputs, batch: SequenceBatch, kl_coef: float) -> Loss:
-        logprobs = outputs.logprobs(self.temperature)
+        logprobs = outputs.logprobs(self.temperature, batch["loss_mask"])
         loss = actor_loss(logprobs, batch, self.config, kl_coef)
         return with_distribution_terms(loss, logprobs, outputs, batch, self.config, self.temperature)
 

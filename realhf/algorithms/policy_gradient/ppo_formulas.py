@@ -16,6 +16,7 @@ from torch.nn import functional
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ValueLossType, ValueNormType
 from realhf.api.messages import State
+from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss
 from realhf.ops.rows import PackedRows
 
@@ -28,6 +29,18 @@ def response_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``[T]`` bool: True on response tokens, except on a row's first token, which no action produced."""
     starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
+
+
+def with_response_mask(inputs: SequenceBatch, batch: SequenceBatch) -> SequenceBatch:
+    """Add the column ``response_mask`` of a batch with the same rows, if that has a ``prompt_mask``."""
+    if "prompt_mask" not in batch.columns:
+        return inputs
+    return inputs.with_tokenwise("response_mask", response_mask(batch["prompt_mask"], batch.lengths("tokens")))
+
+
+def wanted_tokens(batch: SequenceBatch) -> Tensor | None:
+    """Return the tokens whose log-probabilities are read, ``[T]`` bool; None: all."""
+    return batch["response_mask"] if "response_mask" in batch.columns else None
 
 
 def outcome_rewards(rewards: Tensor, truncated: Tensor, response_lengths: Tensor, config: PPOConfig) -> Tensor:

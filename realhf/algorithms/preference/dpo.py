@@ -84,7 +84,7 @@ def loss_columns(batch: SequenceBatch) -> SequenceBatch:
 
 def sums_of(outputs: Outputs, batch: SequenceBatch) -> Tensor:
     """Return the log-probability of every response, ``[B]`` float32, in nats."""
-    return sequence_sums(outputs.logprobs(), batch["response_mask"], batch.lengths("tokens"))
+    return sequence_sums(outputs.logprobs(mask=batch["response_mask"]), batch["response_mask"], batch.lengths("tokens"))
 
 
 def logprob_sums(engine: Engine, batch: SequenceBatch) -> Tensor:

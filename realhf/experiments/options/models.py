@@ -39,7 +39,7 @@ def teacher_call(role: str, ppo: PPOConfig, rows: tuple[str, ...], batch: int) -
     temperature = 1.0 if gen.greedy else gen.temperature or 1.0
     interface = InterfaceSpec("teacher", {"distill": to_plain(distill), "temperature": temperature})
     output = TEACHER_KEYS[distill.objective is Distillation.forward_kl]
-    inputs = (*rows, *(("prompt_mask", "row") if distill.prompt else ()))
+    inputs = (*rows, "prompt_mask", *(("row",) if distill.prompt else ()))
     return MFC("teacher_inf", role, Kind.INFERENCE, interface, inputs, (output,), batch)
 
 

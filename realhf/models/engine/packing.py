@@ -35,6 +35,12 @@ class Packing:
         """Return the values of all tokens of the batch, ``[T]``, from those of the packed tokens, ``[t]``."""
         return packed if self.gather_index is None else packed[self.gather_index]
 
+    def pack_mask(self, mask: Tensor) -> Tensor:
+        """Return which packed tokens, ``[t]``, are any token of the batch of a mask, ``[T]``."""
+        if self.gather_index is None:
+            return mask
+        return torch.zeros_like(self.tokens).index_add_(0, self.gather_index, (mask != 0).long())
+
 
 @dataclass(frozen=True)
 class ForwardOutputs:
@@ -45,16 +51,18 @@ class ForwardOutputs:
     batch: SequenceBatch
     packing: Packing
 
-    def logprobs(self, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
         p = self.packing
-        return p.unpack(self.model.logprobs(self.hidden, p.tokens, p.lengths, temperature, p.prev_index))
+        head = self.model.token_head(self.hidden, p.lengths, p.prev_index)
+        found = p.unpack(head.logprobs(p.tokens, temperature, None if mask is None else p.pack_mask(mask)))
+        return found if mask is None else found.masked_fill(mask == 0, 0.0)
 
-    def distribution(self, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        found = self._head_of_all_tokens().distribution(ids, temperature)
+    def distribution(self, ids: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        found = self._head_of_all_tokens().distribution(ids, temperature, mask)
         return found[:, :-1], found[:, -1]
 
-    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0) -> Tensor:
-        return self._head_of_all_tokens().top_logprobs(k, vocab, temperature, self.batch["tokens"])
+    def top_logprobs(self, k: int, vocab: int, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        return self._head_of_all_tokens().top_logprobs(k, vocab, temperature, self.batch["tokens"], mask)
 
     def _head_of_all_tokens(self) -> TokenHead:
         """Return the head at all tokens of the batch: those of a shared prefix have columns of their own."""

@@ -348,18 +348,18 @@ def works_of(
     share_prompts: bool = False,
     multiple_of: int = 1,
 ) -> tuple[Work, ...]:
-    """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
+    """Return the micro-batches of rows; no call reads what ``prompts`` (lengths, if known) predict.
 
     With ``ids``, rows of a prompt are put into the same micro-batch if possible; with ``share_prompts`` too, the prompt
     is computed once for all of them. The number of micro-batches is a ``multiple_of`` another one if possible.
     """
     works = []
     for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids), multiple_of=multiple_of):
-        trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
+        predicted = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:
             own, before = _deduplicated(rows, ids, lengths, prompts)
-        works.append(Work.of(own, trained, before))
+        works.append(Work.of(own, predicted, before))
     return tuple(works)
 
 

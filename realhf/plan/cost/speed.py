@@ -28,7 +28,7 @@ class CollectiveKind(Enum):
 class Work(NamedTuple):
     """Size of a micro-batch: rows, distinct row lengths, tokens, and (query, visible key) pairs.
 
-    ``trained`` counts the tokens with a loss (None: all), to which the backward pass of the vocabulary head is limited.
+    ``predicted`` counts the tokens whose log-probabilities are read (None: all): the vocabulary head skips others.
     A prompt shared by several rows counts once, as a row of its own.
     """
 
@@ -36,20 +36,24 @@ class Work(NamedTuple):
     runs: int
     tokens: int
     pairs: int
-    trained: int | None = None
+    predicted: int | None = None
+
+    @property
+    def head_tokens(self) -> int:
+        return self.tokens if self.predicted is None else self.predicted
 
     def divided(self, n: int) -> "Work":
         """Return the work of one of ``n`` ranks that divide the tokens, with an equal share of the visible keys."""
-        trained = None if self.trained is None else -(-self.trained // n)
-        return Work(self.rows, self.runs, -(-self.tokens // n), -(-self.pairs // n), trained)
+        predicted = None if self.predicted is None else -(-self.predicted // n)
+        return Work(self.rows, self.runs, -(-self.tokens // n), -(-self.pairs // n), predicted)
 
     @staticmethod
-    def of(lengths: Sequence[int], trained: int | None = None, before: Sequence[int] = ()) -> "Work":
+    def of(lengths: Sequence[int], predicted: int | None = None, before: Sequence[int] = ()) -> "Work":
         """Return the work of rows; row ``i`` also attends to ``before[i]`` tokens of a shared prompt (default: 0)."""
         pairs = sum([n * (n + 1) // 2 for n in lengths])
         if before:
             pairs += sum(n * b for n, b in zip(lengths, before, strict=True))
-        return Work(len(lengths), len(set(lengths)), sum(lengths), pairs, trained)
+        return Work(len(lengths), len(set(lengths)), sum(lengths), pairs, predicted)
 
 
 @dataclass(frozen=True)

@@ -268,13 +268,13 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
     return "-".join([sizes, *(name for name, is_set in options.items() if is_set)])
 
 
-def pass_counts(shard: StageShard, work: Work, head_tokens: int) -> Counts:
-    """Return the counts of a pass of a micro-batch through a stage; ``head_tokens`` go through its head."""
+def pass_counts(shard: StageShard, work: Work) -> Counts:
+    """Return the counts of a pass of a micro-batch through a stage."""
     counts = _blocks(shard.n_blocks, work) | {"stage": 1, "stage row": work.rows, "stage token": work.tokens}
     if shard.first:
         counts |= {"first": 1, "first token": work.tokens}
     if shard.last:
-        counts |= {shard.model.head: 1, f"{shard.model.head} token": head_tokens}
+        counts |= {shard.model.head: 1, f"{shard.model.head} token": work.head_tokens}
     return counts
 
 
@@ -316,15 +316,13 @@ class ProfiledSpeed:
         return tp in self.profile.shapes.get(shape_of(config, bf16), ())
 
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        return self._of(shard, "forward")(pass_counts(shard, work, work.tokens))
+        return self._of(shard, "forward")(pass_counts(shard, work))
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         forward, backward = self._of(shard, "train_forward"), self._of(shard, "train_backward")
-        trained = work.tokens if work.trained is None else work.trained
-        forward_s = forward(pass_counts(shard, work, work.tokens))
-        backward_s = backward(pass_counts(shard, work, trained)) * (
-            1.0 if shard.model.lora is None else FROZEN_BACKWARD
-        )
+        forward_s, backward_s = forward(pass_counts(shard, work)), backward(pass_counts(shard, work))
+        if shard.model.lora is not None:
+            backward_s *= FROZEN_BACKWARD
         # a profile has no measurement of selective recomputation, whose operations it counts as free
         if shard.recompute is Recompute.full:  # blocks run without autograd, and with it before their backward pass
             again = forward(_blocks(shard.n_blocks, work))
@@ -341,12 +339,12 @@ class ProfiledSpeed:
         return self._fit(f"{name}/optimizer", name)({"update": 1, "parameter": numel})
 
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
-        counts, factor = pass_counts(shard, work, work.tokens), 1 + self.profile.excess("train_bytes")
+        counts, factor = pass_counts(shard, work._replace(predicted=None)), 1 + self.profile.excess("train_bytes")
         return factor * self._of(shard, "kept_bytes")(counts), factor * self._of(shard, "train_bytes")(counts)
 
     def forward_bytes(self, shard: StageShard, work: Work) -> float:
         factor = 1 + self.profile.excess("forward_bytes")
-        return factor * self._of(shard, "forward_bytes")(pass_counts(shard, work, work.tokens))
+        return factor * self._of(shard, "forward_bytes")(pass_counts(shard, work._replace(predicted=None)))
 
     def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         if len(ranks) == 1:

@@ -51,7 +51,7 @@ class Roofline:
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
         inside = self.block_forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
         inside = max(inside, self._launches(shard)[0])
-        return shard.n_blocks * inside + self._ends(shard, work.tokens)
+        return shard.n_blocks * inside + self._ends(shard, work.tokens, work.head_tokens)
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         first, back = self.block_forward(shard, work), self._backward(shard, work)
@@ -59,7 +59,8 @@ class Roofline:
         reduces = exposed * self._all_reduces(shard, work.tokens, ranks)
         launching, both, _ = self._launches(shard)
         inside = max(first.seconds + reduces, launching)
-        forward = shard.n_blocks * inside + self._ends(shard, work.tokens)
+        ends = self._ends(shard, work.tokens, work.head_tokens)
+        forward = shard.n_blocks * inside + ends
         recompute_s = 0.0
         if shard.recompute is Recompute.full:
             recompute_s = shard.n_blocks * inside
@@ -69,7 +70,7 @@ class Roofline:
         inside = max(back.seconds + reduces, both - launching)
         # two products for each one of the forward pass, one for frozen weights
         products = 2 if shard.model.lora is None else 1
-        backward = shard.n_blocks * inside + (self.traits.head_passes - 1 + products) * self._ends(shard, work.tokens)
+        backward = shard.n_blocks * inside + (self.traits.head_passes - 1 + products) * ends
         return forward, backward + recompute_s
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
@@ -86,7 +87,7 @@ class Roofline:
         if not self._is_captured(shard):
             block = max(block, self._launches(shard)[2])
         host = self.traits.host_row * rows if shard.last else 0.0
-        return shard.n_blocks * block + self._ends(shard, rows) + host
+        return shard.n_blocks * block + self._ends(shard, rows, rows) + host
 
     def _is_captured(self, shard: StageShard) -> bool:
         """Return True if decoding steps are CUDA graphs, which models/engine/decode/cuda_graphs.py decides."""
@@ -191,16 +192,16 @@ class Roofline:
         nbytes = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize * work.tokens
         return nbytes / self.hardware.memory_bandwidth
 
-    def _ends(self, shard: StageShard, tokens: int) -> float:
+    def _ends(self, shard: StageShard, tokens: int, head_tokens: int) -> float:
         config, size = shard.model, shard.itemsize
         seconds = 0.0
         if shard.first:
             seconds += self._time(0, 2 * tokens * config.hidden * size, 2)
         if shard.last:
             width = (config.vocab if config.head == "lm" else 1) / shard.tp
-            logits = tokens * width
-            seconds += self._product(Product(tokens, width, config.hidden), size)
-            seconds += self._time(0, logits * (size + 8) + tokens * config.hidden * size, KERNELS_PER_END)
+            logits = head_tokens * width
+            seconds += self._product(Product(head_tokens, width, config.hidden), size)
+            seconds += self._time(0, logits * (size + 8) + head_tokens * config.hidden * size, KERNELS_PER_END)
         return seconds
 
     def _all_reduces(self, shard: StageShard, tokens: int, ranks: Sequence[int]) -> float:

@@ -33,7 +33,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dpo/train_step": ("tokens", "prompt_mask", "ref_logprob_sums"),
     "generation/generate": ("prompts",),
     "ppo_actor/generate": ("prompts",),
-    "ppo_actor/inference": ("tokens",),
+    "ppo_actor/inference": ("tokens", "prompt_mask"),
     "ppo_actor/train_step": TRAIN_COLUMNS,
     "ppo_critic/inference": ("tokens",),
     "ppo_critic/train_step": TRAIN_COLUMNS,
@@ -93,7 +93,7 @@ class ZeroOutputs:
     def zeros(self) -> Tensor:
         return torch.zeros_like(self.batch["tokens"], dtype=torch.float32, requires_grad=True)
 
-    def logprobs(self, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
         return self.zeros * 1.0
 
     values = logprobs

@@ -151,22 +151,24 @@ def model_probes(context: ProbeContext, config: ModelConfig) -> Iterator[Probe]:
 
 
 def pass_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[int], half: bool) -> Iterator[Probe]:
-    """Yield inference and training of a micro-batch; ``half``: the first half of every row has no loss."""
+    """Yield inference and training of a micro-batch; ``half``: the first half of every row is not predicted."""
     config, shard = engine.config, context.shard(engine.config)
     batch = batch_of(lengths, config.vocab, engine.context.device)
     packing = pack(batch)
-    has_loss = [torch.arange(n) >= n // 2 * half for n in lengths]
-    weights = torch.cat(has_loss).float().to(engine.context.device)
+    is_predicted = torch.cat([torch.arange(n) >= n // 2 * half for n in lengths])
+    weights = is_predicted.float().to(engine.context.device)
+    masked = batch.with_tokenwise("mask", weights)
     work, clock = Work.of(lengths, int(weights.sum())), context.clock
 
     def infer() -> list[float]:
-        return [clock.time(lambda: engine.forward(batch, lambda outputs, _: _head(config, outputs)))]
+        return [clock.time(lambda: engine.forward(masked, lambda outputs, part: _head(config, outputs, part["mask"])))]
 
     def train() -> list[float]:
         marks: list[float] = []
 
         def loss(number: int, hidden: Tensor) -> Tensor:
-            total = (_head(config, ForwardOutputs(engine.model, hidden, batch, packing)) * weights).sum()
+            outputs = ForwardOutputs(engine.model, hidden, batch, packing)
+            total = (_head(config, outputs, weights) * weights).sum()
             marks.append(clock())
             return total
 
@@ -175,14 +177,13 @@ def pass_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[i
         return [marks[0] - start, clock() - marks[0]]
 
     size = work.tokens * (config.n_layers + 1.0)
-    forward = pass_counts(shard, work, work.tokens)
-    yield Probe((("forward", forward),), infer, size)
-    backward = pass_counts(shard, work, work.trained or 0)
-    yield Probe((("train_forward", forward), ("train_backward", backward)), train, 3 * size)
+    counts = pass_counts(shard, work)
+    yield Probe((("forward", counts),), infer, size)
+    yield Probe((("train_forward", counts), ("train_backward", counts)), train, 3 * size)
 
 
-def _head(config: ModelConfig, outputs: Outputs) -> Tensor:
-    return outputs.logprobs() if config.head == "lm" else outputs.values()
+def _head(config: ModelConfig, outputs: Outputs, mask: Tensor | None = None) -> Tensor:
+    return outputs.logprobs(mask=mask) if config.head == "lm" else outputs.values()
 
 
 def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[int]) -> Iterator[Probe]:
@@ -206,7 +207,7 @@ def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Se
             with_gradient(hidden, slope).backward()
             return [middle - start, clock() - middle]
 
-        counts, size = pass_counts(context.shard(config, first, False), work, 0), 2.0 * work.tokens
+        counts, size = pass_counts(context.shard(config, first, False), work), 2.0 * work.tokens
         yield Probe((("forward", counts),), infer, size)
         yield Probe((("train_forward", counts), ("train_backward", counts)), train, 3 * size)
 
@@ -290,7 +291,7 @@ def memory_points(
         engine = context.engine(model)
         for _, (rows, shortest, longest) in group:
             lengths = spread_lengths(rows, shortest, longest)
-            counts = pass_counts(context.shard(model), Work.of(lengths), sum(lengths))
+            counts = pass_counts(context.shard(model), Work.of(lengths))
             for name, value in _memory(engine, batch_of(lengths, model.vocab, engine.context.device)).items():
                 points.setdefault(name, []).append(Point(counts, value, value, value, 1))
     return points

@@ -184,9 +184,13 @@ def test_reference_logprobs_are_at_the_temperature_of_generation(table_engine, m
     batch, engine = make_rollouts(), table_engine()
     for gen, temperature in ((GenerationConfig(temperature=0.5), 0.5), (GenerationConfig(temperature=0.0), 1.0)):
         out, _ = PPOActor(replace(CONFIG, gen=gen), CONTEXT).inference(engine, batch, {})
-        row, tokens = out.columns["ref_logprobs"].rows()[2], batch.columns["tokens"].rows()[2]
+        row, tokens, prompt = (columns.rows()[2] for columns in (
+            out.columns["ref_logprobs"], batch.columns["tokens"], batch.columns["prompt_mask"]
+        ))  # fmt: skip
         want = (engine.logits.detach() / temperature).log_softmax(-1)[tokens[:-1], tokens[1:]]
-        assert row[0] == 0 and torch.allclose(row[1:], want)
+        assert row[0] == 0 and torch.allclose(row[1:], want * (prompt[1:] == 0))
+        everywhere, _ = PPOActor(replace(CONFIG, gen=gen), CONTEXT).inference(engine, batch.only(("tokens",)), {})
+        assert torch.allclose(everywhere.columns["ref_logprobs"].rows()[2][1:], want)
 
 
 COV = {"clip_cov": ClipCovOptions(share=0.3, low=-1.0, high=1.0), "kl_cov": KLCovOptions(share=0.4)}

@@ -136,7 +136,7 @@ def test_workers_on_cpu_share_the_memory_and_the_cores_of_the_machine(tmp_path: 
 def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     """A profile of one model on one worker with made-up coefficients."""
     part = StageShard(LLAMA, 1, 4, first=True, last=True, bf16=bf16)
-    counts = dict.fromkeys(pass_counts(part, Work.of([1]), 1), 1e-6)
+    counts = dict.fromkeys(pass_counts(part, Work.of([1])), 1e-6)
     shape = shape_of(LLAMA, bf16)
     fits = {f"{shape}/t1/{op}": Fit(counts, ()) for op in ("forward", "train_forward", "train_backward")}
     fits |= {f"{shape}/t1/{op}": Fit(dict.fromkeys(counts, 1.0), ()) for op in ("forward_bytes",)}

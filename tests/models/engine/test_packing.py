@@ -19,7 +19,7 @@ from realhf.ops import extension
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.cost.cost import works_of
-from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll, rows_of
+from tests.models.engine.tiny_engine import FAMILIES, VOCAB, counted, engine_on, nll, rows_of
 from tests.scaling import examples
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=8)
@@ -78,7 +78,7 @@ def test_the_planner_counts_the_computed_tokens(prompts: list[tuple[int, list[in
         rows = zip(packing.lengths, packing.prefixes or (-1,) * len(packing.lengths), strict=True)
         pairs = sum(n * (n + 1) // 2 + (n * packing.lengths[p] if p >= 0 else 0) for n, p in rows)
         assert (work.tokens, work.rows, work.pairs) == (len(packing.tokens), len(packing.lengths), pairs)
-        assert work.trained == sum(lengths[i] - shared[i] for i in part)
+        assert work.predicted == sum(lengths[i] - shared[i] for i in part)
 
 
 def groups(n: int, vocab: int = 37) -> SequenceBatch:
@@ -147,6 +147,48 @@ def test_a_loss_on_shared_tokens_counts_every_row(llama: Path) -> None:
         engine.train(batch, nll, counted(batch))
         gradients.append(engine.params.grad.clone())
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
+
+
+MASKS = {
+    "loss": lambda batch: batch["mask"],
+    "some": lambda batch: batch["tokens"] % 3 == 0,
+    "none": lambda batch: torch.zeros_like(batch["tokens"]),
+    "one of each shared token": lambda batch: torch.tensor([row.sample == 1 for row in batch.ids]).repeat_interleave(
+        torch.tensor(batch.lengths("tokens"))
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_leaves_out_tokens(family: str, share: bool, mask: str, hf_models: dict) -> None:
+    """Results, and gradients of a loss on the tokens of the mask, are those without it."""
+    engine = both(engine_on(hf_models[family][0]))[not share]
+    batch = groups(4)
+    wanted = MASKS[mask](batch)
+    ids = torch.stack((batch["tokens"], batch["tokens"] + 1), 1) % VOCAB
+    heads = {
+        "logprobs": lambda outputs, mask: outputs.logprobs(0.7, mask)[:, None],
+        "distribution": lambda outputs, mask: torch.cat([some.view(len(ids), -1) for some in outputs.distribution(
+            ids, 0.7, mask)], 1),
+        "top_logprobs": lambda outputs, mask: outputs.top_logprobs(3, VOCAB, 0.7, mask),
+    }  # fmt: skip
+    for name, head in heads.items():
+        found = []
+        for mask_of in (None, wanted):
+            engine.params.grad.zero_()
+            packing = pack(batch, share)
+            hidden = engine.model.hidden(packing.tokens, packing.lengths, prefixes=packing.prefixes)
+            result = head(ForwardOutputs(engine.model, hidden, batch, packing), mask_of)
+            result = result * (wanted != 0)[:, None]
+            if name != "top_logprobs":
+                (result * torch.arange(result.numel()).view(result.shape).cos()).sum().backward()
+            found.append((result.detach(), engine.params.grad.clone()))
+        (expected, grad), (masked, masked_grad) = found
+        torch.testing.assert_close(masked, expected, atol=1e-5, rtol=1e-5)
+        assert (masked_grad - grad).norm() <= 1e-5 * grad.norm()
+        assert bool(grad.any()) == (mask != "none" and name != "top_logprobs")
 
 
 def test_fewer_tokens_are_computed() -> None:

@@ -65,7 +65,7 @@ def test_options() -> None:
 
 
 def test_work_is_divided() -> None:
-    work = Work.of([100, 28], trained=101)
+    work = Work.of([100, 28], predicted=101)
     share = work.divided(4)
-    assert (share.tokens, share.trained) == (32, 26) and share.pairs == pytest.approx(work.pairs / 4, abs=1)
+    assert (share.tokens, share.predicted) == (32, 26) and share.pairs == pytest.approx(work.pairs / 4, abs=1)
     assert replace(parse("c4"), context=False) == parse("t4")

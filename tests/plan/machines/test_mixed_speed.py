@@ -45,7 +45,7 @@ def profile_of(seed: int, degrees: tuple[int, ...] = (1, 2), cluster: tuple[str,
     def fit(counts: dict[str, float], scale: float) -> Fit:
         return Fit({name: scale * (1 + (seed * 31 + i * 7) % 11) for i, name in enumerate(counts)}, ())
 
-    passes, shape = pass_counts(shard(), Work.of([1]), 1), shape_of(LLAMA, False)
+    passes, shape = pass_counts(shard(), Work.of([1])), shape_of(LLAMA, False)
     fits: dict[str, Fit] = {f"{shape}/optimizer": fit({"update": 1, "parameter": 1}, 1e-9)}
     for tp in degrees:
         names = ("forward", "train_forward", "train_backward", "train_bytes", "kept_bytes", "forward_bytes")

@@ -46,7 +46,7 @@ def all_ones(counts: dict[str, float]) -> Fit:
 
 def measured() -> ProfiledSpeed:
     """Return a profile with 1 s per count; 2 s and 3 s for training passes."""
-    whole = pass_counts(part(), WORKS[0], 1)
+    whole = pass_counts(part(), WORKS[0])
     shape = shape_of(MODEL, False)
     twice, thrice = (Fit(dict.fromkeys(whole, factor), ()) for factor in (2.0, 3.0))
     passes = {"forward": all_ones(whole), "train_forward": twice, "train_backward": thrice}
@@ -64,7 +64,7 @@ def measured() -> ProfiledSpeed:
 def test_fit_recovers_coefficients_despite_an_outlier(costs: list[float], outlier: int) -> None:
     names = ("block", "block token", "block pair", "block run")
     true = dict(zip(names, costs, strict=True))
-    parts = [pass_counts(part(n, False, False), work, 0) for n in (1, 3) for work in WORKS]
+    parts = [pass_counts(part(n, False, False), work) for n in (1, 3) for work in WORKS]
     counts = [{name: some[name] for name in names} for some in parts]
     points = [point(some, Fit(true, ())(some)) for some in counts]
     points[outlier] = points[outlier].scaled(1.7)  # an outlier
@@ -110,9 +110,12 @@ def test_pass_counts() -> None:
     assert measured().forward(part(0, False, True), work, (0,)) == (1 + 2 + 7) + (1 + 7)
 
 
-def test_backward_of_the_head_counts_only_trained_tokens() -> None:
-    all_tokens, some = (measured().train(part(), Work.of([10], trained), (0,)) for trained in (None, 4))
-    assert all_tokens[0] == some[0] and all_tokens[1] - some[1] == 3 * 6
+def test_the_head_computes_only_predicted_tokens() -> None:
+    works = [Work.of([10], predicted) for predicted in (None, 4)]
+    all_tokens, some = (measured().train(part(), work, (0,)) for work in works)
+    assert all_tokens[0] - some[0] == 2 * 6 and all_tokens[1] - some[1] == 3 * 6
+    all_tokens, some = (measured().forward(part(), work, (0,)) for work in works)
+    assert all_tokens - some == 6
 
 
 def test_recomputation_moves_the_forward_pass_to_the_backward_pass() -> None:

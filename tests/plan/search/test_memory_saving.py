@@ -61,7 +61,7 @@ def test_a_fixed_plan_recomputes_what_it_must(least: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["symmetric", "search"])
-def test_one_worker_recomputes_and_four_do_not(mode: str) -> None:
+def test_four_workers_recompute_less_than_one(mode: str) -> None:
     def chosen(n_workers: int) -> list[Recompute | None]:
         planner = planner_with(memory, n_workers, gradient_checkpointing=AUTO)
         plan = planner.search().plan if mode == "search" else planner.by_heuristic(mode)
@@ -71,7 +71,7 @@ def test_one_worker_recomputes_and_four_do_not(mode: str) -> None:
     memory = 1.02 * smallest_peak("full")
     assert memory < smallest_peak("selective")
     assert chosen(1) == [Recompute.full, Recompute.full]
-    assert chosen(4) == [None, None]
+    assert Recompute.full not in chosen(4)
 
 
 def smallest_peak(name: str) -> float:

@@ -32,7 +32,7 @@ def with_distribution_terms(
         stats["distill_loss"] = kl_terms(KLEstimator.k2, logprobs, batch[TEACHER], batch["logprobs"])
     if has_top or config.entropy_coef:
         ids, teacher = split_top(batch) if has_top else (batch["tokens"].new_empty(len(mask), 0), logprobs)
-        student, stats["entropy"] = outputs.distribution(ids, temperature)
+        student, stats["entropy"] = outputs.distribution(ids, temperature, mask)
         if has_top:
             stats["distill_loss"] = forward_kl(student, teacher)
         terms.append(-config.entropy_coef * stats["entropy"])
