@@ -1,11 +1,13 @@
 """Multi-turn rollouts with slow environments, and many episodes at a time, on CPU.
 
-    python benchmarks/bench_environments.py [latency] [concurrent] [--rounds N]
+    python benchmarks/bench_environments.py [latency] [concurrent] [tail] [--rounds N]
 
 ``latency``: seconds of the rollout of 128 episodes of 4 turns with 16 slots, for environments that wait 0, 10
 or 100 ms per call, or 10 ms with a heavy tail (2 % of the calls 300 ms). ``overlap``: the calls of a process overlap
 (async methods); ``release``: an episode that waits has no slot, so that 128 episodes are open instead of 16. All
 four run in turns. ``concurrent``: 1,000 open episodes whose environments wait 1 s per call: memory and lost episodes.
+``tail``: tokens generated per second of single responses whose lengths have a heavy tail (Pareto, exponent 1.2, from 20
+to 1,000 tokens), 8 prompts with 16 responses and 64 slots, with and without ``env.partial_tokens``, in turns.
 """
 
 import argparse
@@ -22,6 +24,7 @@ ENVIRONMENT = f'''
 import asyncio, random, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 from realhf.environments import Turn
+from realhf.environments.single_reply import SingleReply
 
 
 class Game:
@@ -50,6 +53,14 @@ class AsyncGame(Game):
     async def step(self, reply):
         await asyncio.sleep(self.wait_s())
         return self.answer(reply)
+
+
+class Tail(SingleReply):
+    def __init__(self):
+        super().__init__(lambda prompt, answer, row: 0.0)
+
+    def reset(self, row, seed):
+        return Turn(max_tokens=min(1000, int(20 * random.Random(seed).paretovariate(1.2))))
 '''
 LATENCIES = {"0 ms": (0.0, 0.0), "10 ms": (0.01, 0.0), "100 ms": (0.1, 0.0), "10 ms, tail": (0.01, 0.02)}
 MODES = {"overlap, release": (True, 128), "overlap": (True, 16), "release": (False, 128), "neither": (False, 16)}
@@ -96,6 +107,27 @@ def concurrent(folder: Path) -> None:
           f"failed {line['env/failed']:.0%}, worker {line['memory/worker_peak_gb']:.2f} GB at most")  # fmt: skip
 
 
+def tail(folder: Path, rounds: int) -> None:
+    """Compare rollouts of a model of 3.3 M parameters after the first steps, in which few episodes are carried."""
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+               "head_dim": 64, "intermediate_size": 704, "max_position_embeddings": 2048}  # fmt: skip
+    (folder / "wide").mkdir()
+    (folder / "wide" / "config.json").write_text(json.dumps(config))
+    # the sampled tokens are not compared: greedy decoding of random weights has no stop token
+    words = [f"actor.config={folder}/wide", f"env.cls={folder}/env.py:Tail", "env.seed_per_sample=True",
+             "ppo.group_size=16", "ppo.gen.max_num_seqs=64", "ppo.gen.max_new_tokens=1000",
+             "ppo.gen.greedy=True"]  # fmt: skip
+    modes, speeds = {"whole": [], "partial": ["env.partial_tokens=100"]}, dict[str, list[float]]()
+    for _ in range(rounds):
+        for name, more in modes.items():
+            steps = run(folder, [*words, *more], 16)[8:]
+            tokens = sum(line["tokens/generated"] for line in steps)
+            speeds.setdefault(name, []).append(tokens / sum(line["time/actor_gen_s"] for line in steps))
+    whole, partial = (statistics.median(speeds[name]) for name in modes)
+    print(f"heavy tail: {whole:.0f} tokens/s, in parts {partial:.0f}: {partial / whole:.2f} times as many")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["latency", "concurrent"])
@@ -111,6 +143,8 @@ def main() -> None:
             latency(folder, args.rounds)
         if "concurrent" in args.parts:
             concurrent(folder)
+        if "tail" in args.parts:
+            tail(folder, args.rounds)
 
 
 if __name__ == "__main__":

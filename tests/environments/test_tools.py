@@ -18,6 +18,7 @@ from realhf.base.errors import UserError
 from realhf.base.isolation.seccomp import MACHINES
 from realhf.environments import Reply, Turn
 from realhf.environments.pool import EnvOptions, EnvPool
+from realhf.environments.single_reply import SingleReply
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.tool_env import as_environment
 from realhf.environments.tools import (
@@ -274,6 +275,23 @@ def test_exact_matches(reply: str, answer: str, score: float) -> None:
 def test_the_scorer_is_the_verdict_of_math() -> None:
     assert score_math(r"So \boxed{\frac{1}{2}}", {"answer": "0.5"}) == 1.0
     assert score_math(r"So \boxed{3}", {"solutions": ["#### 4"]}) == 0.0
+
+
+FUNCTION = "def score(prompt, answer, row):\n    return len(prompt + answer) + row['bonus']\n"
+
+
+def test_a_single_reply_has_the_reward_of_a_function(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def score(prompt, answer, row):\n    return len(prompt + answer) + row['bonus']\n"
+    )
+    for fn in (f"{tmp_path}/own.py:score", lambda prompt, answer, row: len(prompt + answer) + row["bonus"]):
+        made = SingleReply(fn)
+        assert made.reset({"prompt": "ab", "bonus": 0.5}, 0) == Turn()
+        last = made.step(Reply("cde", [1, 2], stop="length"))
+        assert last.done and last.reward == 5.5
+    made = SingleReply()
+    made.reset({"prompt": "1/4 + 1/4?", "solutions": ["#### 0.5"]}, 0)
+    assert [made.step(Reply(text, [1])).reward for text in (r"\boxed{\frac{1}{2}}", r"\boxed{2}")] == [1.0, 0.0]
 
 
 def test_calls_have_a_cost() -> None:

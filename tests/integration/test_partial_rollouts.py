@@ -65,6 +65,35 @@ def test_steps_in_which_no_episode_ends(
     assert "importance weights" in run.output  # a warning: ppo.recompute_logprobs is not set
 
 
+def test_single_replies_train_as_responses_without_environment(
+    ppo_words: list[str], reward_file: Path, realhf_all: Callable[..., Runs], tmp_path: Path
+) -> None:
+    """The same samples, rewards and steps; in parts, with constant weights, the same responses in another order."""
+    words = [word for word in ppo_words if not word.startswith(("reward.fn=", "critic.", "ppo.kl_ctl="))]
+    single = [
+        "env.cls=realhf.environments.single_reply:SingleReply",
+        f"env.options={{fn: {reward_file}:graded}}",
+    ]
+    variants = {
+        "plain": [f"reward.fn={reward_file}:graded"],
+        "episodes": single,
+        "fixed": [*single, "actor.optimizer.lr=0"],
+        "parts": [*single, "actor.optimizer.lr=0", "env.partial_tokens=5"],
+    }
+    runs = realhf_all("grpo", tmp_path, variants, [*words, "ppo.kl_in=none", "n_logged_generations=-1"])
+    plain, episodes = runs["plain"], runs["episodes"]
+    for before, line in zip(plain.curve, episodes.curve, strict=True):
+        shared = [key for key in before if key in line and not key.startswith("actor_gen/")]
+        assert {"actor_train/grad_norm", "rew_inf/reward", "tokens/generated"} <= {*shared}
+        assert [line[key] for key in shared] == pytest.approx([before[key] for key in shared], rel=1e-4, abs=1e-6)
+    texts = {
+        name: sorted(json.dumps([row["prompt"], row["response"], row["rewards"]]) for step in (1, 2, 3)
+                     for row in runs[name].generations(step))
+        for name in ("fixed", "parts")
+    }  # fmt: skip
+    assert 0 < len(texts["parts"]) < len(texts["fixed"]) and set(texts["parts"]) <= set(texts["fixed"])
+
+
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=9", "n_gpus_per_node=2", *KINDS["grpo"], *PARTIAL]
 
 

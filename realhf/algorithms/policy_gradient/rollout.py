@@ -64,6 +64,7 @@ class EpisodeRollout:
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         env, gen, n = self.config.env, self.config.gen, self.config.n
         chains, most = self._chains(batch), env.max_episodes or 2 * gen.max_num_seqs
+        n_before = n_sampled(chains)
         n_episodes = max(1, min(most, sum(len(chain) * n for chain in chains)))
         options = RolloutOptions(env, gen, self.context.seed, engine.config.max_row_len, n_episodes,
                                  env.partial_tokens, engine.version)  # fmt: skip
@@ -81,6 +82,7 @@ class EpisodeRollout:
             self.context.add_span(*span)
         groups = deque(msgspec.msgpack.decode(result, type=list[EpisodeGroup]))
         chains = [[groups.popleft() for _ in chain] for chain in chains]
+        n_new = n_sampled(chains) - n_before
         done = [(row.prompt, group) for row, chain in zip(batch.ids, chains, strict=True) if (group := finished(chain))]
         self._carried = chains, batch
         episodes = [episode for _, group in done for episode in group.episodes]
@@ -88,7 +90,7 @@ class EpisodeRollout:
             prompt, sample = failed.key
             self.context.report_failure(f"{env.cls}, episode {sample} of prompt {prompt}: {failed.failure}")
         rows = episode_rows(done, n, env.turn_discount, batch["prompts"].device)
-        stats = episode_stats(episodes)
+        stats = {**episode_stats(episodes), "sampled_tokens": (float(n_new), float(len(batch)))}
         if env.partial_tokens:
             stats |= partial_stats(episodes, chains, engine.version)
         return rows, stats
@@ -115,6 +117,12 @@ class EpisodeRollout:
     def close(self) -> None:
         if "pool" in self.__dict__:
             self.pool.close()
+
+
+def n_sampled(chains: Sequence[Sequence[EpisodeGroup]]) -> int:
+    """Return the number of tokens that the model has sampled for groups."""
+    groups = (group for chain in chains for group in chain)
+    return sum(sum(row.sampled) for group in groups for episode in group.episodes for row in episode.rows)
 
 
 def finished(chain: list[EpisodeGroup]) -> EpisodeGroup | None:

@@ -128,7 +128,7 @@ class Telemetry:
             return
         config = self.run.models[mfc.role]
         if mfc.kind is Kind.GENERATE:
-            n_tokens, flops = _generated_tokens(mfc, config, call, outputs)
+            n_tokens, flops = _generated_tokens(mfc, config, call, outputs, stats)
             if self.run.expected and self.run.expected.peak_bandwidth:
                 step.bytes_read[call.mfc] += sum(_bytes_read(self.run, mfc, config, call, part) for part in outputs)
             step.counts["tokens/generated"] += n_tokens
@@ -293,7 +293,7 @@ def sum_stats(stats: Sequence[Stats]) -> Stats:
 
 
 def _generated_tokens(
-    mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: Sequence[BatchMeta]
+    mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: Sequence[BatchMeta], stats: Stats
 ) -> tuple[int, int]:
     """Return the number of generated tokens of a call, and its floating-point operations."""
     is_continued = mfc.graph_key("rollouts") in mfc.outputs  # from several positions of each row
@@ -304,7 +304,7 @@ def _generated_tokens(
         return sum(rows), forward_flops(config, inputs, head_tokens=0) + forward_flops(config, rows)
     prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
     if EPISODES in mfc.outputs:  # an episode need not begin with the prompt of its row
-        return sum(rows), generate_flops(config, (1,) * len(rows), rows)
+        return int(stats["sampled_tokens"][0]), generate_flops(config, (1,) * len(rows), rows)
     n_tokens = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
     return n_tokens, generate_flops(config, prompts, rows)
 
