@@ -42,7 +42,7 @@ def count(cuda: FakeCuda, engine: NativeEngine, kind: str) -> Counts:
     there = rows.to("cuda:0")
     cuda.events.clear()
     if kind == "inference":
-        engine.forward(there, lambda outputs, _: outputs.logprobs(1.0))
+        engine.forward(there, lambda outputs, part: outputs.logprobs(1.0, part["mask"]))
     else:
         engine.train(there, nll, counted(rows))
     return Counts(cuda.n_launches, cuda.n_waits, cuda.count("copy from pinned memory"))

@@ -25,8 +25,8 @@ KERNELS_PER_DECODED_LAYER = {
     "qwen3_5_text": (80, 80),
 }  # fmt: skip
 """In a captured step, in float32 (0: not captured) and bfloat16, without the fused kernels of csrc."""
-WAITS = {"inference": 0, "training": 3}
-"""Training reads losses and statistics, the tokens with a gradient, and the gradient norm."""
+WAITS = {"inference": 1, "training": 4}
+"""The head reads which tokens it computes; training losses and statistics, the tokens with a gradient, and its norm."""
 ROUTER_WAITS = {"inference": 0, "training": 1}
 """Of a pass; without a grouped product, each routed layer also waits for the number of tokens of every expert."""
 PINNED_COPIES = 3

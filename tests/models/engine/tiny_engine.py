@@ -75,7 +75,7 @@ def rows_of(lengths: Sequence[int], per_prompt: int = 1, seed: int = 0, vocab: i
 def nll(outputs: Outputs, batch: SequenceBatch) -> Loss:
     """Negative log-likelihood of the masked tokens."""
     mask = batch["mask"].bool()
-    total = -(outputs.logprobs() * mask).sum()
+    total = -outputs.logprobs(mask=mask).sum()
     return Loss(total, {"nll": (total.detach(), mask.sum())})
 
 
