@@ -118,7 +118,7 @@ def tail(folder: Path, rounds: int) -> None:
     words = [f"actor.config={folder}/wide", f"env.cls={folder}/env.py:Tail", "env.seed_per_sample=True",
              "ppo.group_size=16", "ppo.gen.max_num_seqs=64", "ppo.gen.max_new_tokens=1000",
              "ppo.gen.greedy=True"]  # fmt: skip
-    modes, speeds = {"whole": [], "partial": ["env.partial_tokens=100"]}, dict[str, list[float]]()
+    modes, speeds = {"whole": [], "partial": ["env.partial_tokens=250"]}, dict[str, list[float]]()
     for _ in range(rounds):
         for name, more in modes.items():
             steps = run(folder, [*words, *more], 16)[8:]
