@@ -83,7 +83,9 @@ def test_ppo_has_six_calls_and_four_without_a_critic() -> None:
 def test_best_of_n_runs_inference_on_selected_rows_only() -> None:
     plain, best = (PPOExperiment(ppo=PPOConfig(group_size=2, generation_size=n)) for n in (None, 8))
     assert not plain.drops_rows and best.drops_rows
-    assert [e.graph()["ref_inf"].inputs for e in (plain, best)] == [("tokens",), ("tokens", "rewards")]
+    assert [e.graph()["ref_inf"].inputs for e in (plain, best)] == [
+        ("tokens", "prompt_mask"), ("tokens", "rewards", "prompt_mask"),
+    ]  # fmt: skip
 
 
 def test_ref_and_critic_default_to_the_actor() -> None:

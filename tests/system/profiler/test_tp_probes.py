@@ -42,14 +42,14 @@ def test_collectives_of_passes_are_recorded() -> None:
     group = mock_group()
     bench = ProbeContext.of(group, group.clock, bf16=False)
     infer, train = pass_probes(bench, bench.engine(MODEL), [8, 8], half=False)
-    # embedding, attention and MLP of two blocks; largest logit, and two sums of each token
+    # embedding, attention and MLP of two blocks; largest logit, and two sums of each predicted token
     (forward,) = recorded_collectives(infer, group)
-    assert forward == {"all_reduce message": 7, "all_reduce byte": 5 * 16 * BYTES + 3 * 16 * 4}
+    assert forward == {"all_reduce message": 7, "all_reduce byte": 5 * 16 * BYTES + 3 * 14 * 4}
     # sequence parallelism: reduce-scatter after and all-gather before each product
     forward, backward = recorded_collectives(train, group)
     collectives = {"all_gather message": 5, "all_gather byte": 5 * 16 * BYTES}
     collectives |= {"reduce_scatter message": 5, "reduce_scatter byte": 5 * 16 * BYTES}
     assert (
-        forward == {"all_reduce message": 2, "all_reduce byte": 3 * 16 * 4, **collectives} and backward == collectives
+        forward == {"all_reduce message": 2, "all_reduce byte": 3 * 14 * 4, **collectives} and backward == collectives
     )
     assert group.price(CollectiveKind.ALL_REDUCE, 8.0) == 0.0
