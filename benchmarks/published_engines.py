@@ -147,6 +147,6 @@ RL_ENGINES = {
     # steps are sampled meanwhile (docs/guides/async-grpo.md). Shares and batch of log-probabilities:
     # NVIDIA-NeMo/RL examples/configs/grpo_math_1B.yaml and the asynchronous recipes in recipes/llm/performance. A refit
     # of Llama-3.1-8B on eight GPUs takes 5 s in version 0.3: https://github.com/NVIDIA-NeMo/RL/issues/959
-    "nemo-rl": RLEngine(replace(ENGINES["nemo"].traits, decode_kernels=12, host_row=VLLM_HOST_ROW), Link(16.1e9 / 5),
-                        shared_cache=0.6, separate_cache=0.8, logprob_batch=4, is_continuous=True),
+    "nemo-rl": RLEngine(replace(ENGINES["nemo"].traits, decode_kernels=12, host_row=VLLM_HOST_ROW, skips_prompts=False),
+                        Link(16.1e9 / 5), shared_cache=0.6, separate_cache=0.8, logprob_batch=4, is_continuous=True),
 }  # fmt: skip

@@ -16,10 +16,12 @@ class SingleReply:
     """The model replies once to the prompt of a row, and the reply is scored, also one that is cut at its limit.
 
     ``fn`` is as ``reward.fn``: a function of the row's ``prompt``, the text of the reply and the row, or its name
-    ``my_file.py:function``, or ``math``. Functions run in the process of the environment.
+    ``my_file.py:function``, or ``math``. Functions run in the process of the environment. ValueError for another name.
     """
 
     def __init__(self, fn: str | RewardFn = "math") -> None:
+        if isinstance(fn, str) and fn != "math" and ":" not in fn:
+            raise ValueError(f"fn={fn!r} must be 'math', 'file.py:function' or 'package.module:function'")
         self._fn: RewardFn = _math_reward() if fn == "math" else load_class(fn) if isinstance(fn, str) else fn
         self._row: dict[str, Any] = {}
 

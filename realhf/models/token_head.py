@@ -127,6 +127,8 @@ class TokenHead:
         Only tokens of the ``mask``, ``[T]``, are computed; others have 0.
         """
         has_prev = self._has_prev(targets)
+        if mask is not None and mask.shape != has_prev.shape:  # one number would count for all tokens
+            raise ValueError(f"the mask has the shape {list(mask.shape)}, the tokens have {list(has_prev.shape)}")
         wanted = has_prev if mask is None else has_prev & mask.bool()
         if self.region is not None:  # each member has the states of its own tokens, of equal number
             own = score(self.states, self.region.local(targets.roll(-1, 0)))

@@ -56,11 +56,11 @@ def test_seconds_of_a_step() -> None:
     attention = 4 * 4 * 8 * 8  # operations per block, head and pair of tokens
     pairs = 30 * 31 // 2
     faster = 1 - 1 / engine.traits.attention  # of the time that attention takes as matrix products
-    forward = 32 * (forward_flops(model, [30], head_tokens=20) - faster * attention * pairs)  # of responses
+    forward = 32 * (forward_flops(model, [30]) - faster * attention * pairs)
     logprobs = 2 * forward
     head = 2 * 64 * 120
     # backward: twice the products, 2.5 times the attention, and the logits again; two mini-batches of 16 rows
-    backward = 2 * forward + 32 * (0.5 * attention * pairs / engine.traits.attention + 20 * head)
+    backward = 2 * forward + 32 * (0.5 * attention * pairs / engine.traits.attention + 30 * head)
     prefill = 32 * (forward_flops(model, [10], head_tokens=0) - faster * attention * 55 + head)
     matrices = forward_flops(model, [1]) - attention
     decode = 32 * 19 * (matrices + attention * 20.5)  # 19 steps; from 11 to 30 cached tokens

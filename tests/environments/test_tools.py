@@ -289,6 +289,8 @@ def test_a_single_reply_has_the_reward_of_a_function(tmp_path: Path) -> None:
         assert made.reset({"prompt": "ab", "bonus": 0.5}, 0) == Turn()
         last = made.step(Reply("cde", [1, 2], stop="length"))
         assert last.done and last.reward == 5.5
+    with pytest.raises(ValueError, match="fn='maths' must be 'math', 'file.py:function'"):
+        SingleReply("maths")
     made = SingleReply()
     made.reset({"prompt": "1/4 + 1/4?", "solutions": ["#### 0.5"]}, 0)
     assert [made.step(Reply(text, [1])).reward for text in (r"\boxed{\frac{1}{2}}", r"\boxed{2}")] == [1.0, 0.0]

@@ -13,7 +13,8 @@ class EngineTraits:
     not stored). ``hidden_elements``, ``head_elements`` and ``mlp_elements`` are read and written per token by the
     elementwise kernels of a block's forward pass, as multiples of the hidden size, of the width of queries, keys and
     values, and of the MLP's width; a backward pass moves ``backward_elements`` times as many. ``head_passes`` are the
-    forward passes of the vocabulary head in a training pass, with those that are computed again.
+    forward passes of the vocabulary head in a training pass, with those that are computed again. ``skips_prompts``
+    False: the head also computes tokens whose log-probabilities are not read.
     ``decode_kernels`` are the kernels of a block in a captured decoding step. ``captures_decoding`` False: decoding
     steps are never graphs. ``has_grouped_kv`` False: keys and values are repeated for every query head. ``tp_overlap``
     is the fraction of tensor-parallel communication that a training pass hides. ``host_row`` is in seconds: between two
@@ -30,6 +31,7 @@ class EngineTraits:
     mlp_elements: float = 3.0  # gated: two reads, one write; without a gate two thirds of it
     backward_elements: float = 2.0
     head_passes: int = 2
+    skips_prompts: bool = True
     decode_kernels: int = 16  # norms, projections, rotary embedding, attention and its reduction, activation, additions
     captures_decoding: bool = True
     has_grouped_kv: bool = True

@@ -51,7 +51,7 @@ class Roofline:
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
         inside = self.block_forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
         inside = max(inside, self._launches(shard)[0])
-        return shard.n_blocks * inside + self._ends(shard, work.tokens, work.head_tokens)
+        return shard.n_blocks * inside + self._ends(shard, work.tokens, self._head_tokens(work))
 
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         first, back = self.block_forward(shard, work), self._backward(shard, work)
@@ -59,7 +59,7 @@ class Roofline:
         reduces = exposed * self._all_reduces(shard, work.tokens, ranks)
         launching, both, _ = self._launches(shard)
         inside = max(first.seconds + reduces, launching)
-        ends = self._ends(shard, work.tokens, work.head_tokens)
+        ends = self._ends(shard, work.tokens, self._head_tokens(work))
         forward = shard.n_blocks * inside + ends
         recompute_s = 0.0
         if shard.recompute is Recompute.full:
@@ -191,6 +191,9 @@ class Roofline:
             return forward.attention
         nbytes = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize * work.tokens
         return nbytes / self.hardware.memory_bandwidth
+
+    def _head_tokens(self, work: Work) -> int:
+        return work.head_tokens if self.traits.skips_prompts else work.tokens
 
     def _ends(self, shard: StageShard, tokens: int, head_tokens: int) -> float:
         config, size = shard.model, shard.itemsize

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -189,6 +189,29 @@ def test_a_mask_leaves_out_tokens(family: str, share: bool, mask: str, hf_models
         torch.testing.assert_close(masked, expected, atol=1e-5, rtol=1e-5)
         assert (masked_grad - grad).norm() <= 1e-5 * grad.norm()
         assert bool(grad.any()) == (mask != "none" and name != "top_logprobs")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32 - 1), st.sampled_from((0.5, 1.0, 3.0)))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_masks_against_transformers(hf_models: dict, lengths: list[int], seed: int, temperature: float) -> None:
+    """Rows of one prompt or of several, with any tokens masked, also the first of a row and all of them."""
+    folder, theirs = hf_models["llama"]
+    batch = rows_of(lengths, per_prompt=1 + seed % 3, seed=seed)
+    wanted = batch["mask"]
+    engine = replace(engine_on(folder, trained=False), share_prompts=bool(seed % 2))
+    found = engine.forward(batch, lambda outputs, part: outputs.logprobs(temperature, part["mask"]))
+    rows = batch.columns["tokens"].rows(), wanted.split(lengths), found.split(lengths)
+    for row, mask, ours in zip(*rows, strict=True):
+        table = (theirs(row[None]).logits[0] / temperature).log_softmax(-1).detach()
+        expected = torch.cat([torch.zeros(1), table[:-1].gather(1, row[1:, None])[:, 0]]) * mask
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_mask_of_another_size_is_refused(llama: Path) -> None:
+    engine, batch = replace(engine_on(llama, trained=False), share_prompts=False), rows_of(LENGTHS)
+    for mask in (torch.ones(1), torch.ones(17), torch.ones(18, 1)):
+        with pytest.raises(ValueError, match=r"the mask has the shape .*, the tokens have \[18\]"):
+            engine.forward(batch, lambda outputs, _, mask=mask: outputs.logprobs(1.0, mask))
 
 
 def test_fewer_tokens_are_computed() -> None:
