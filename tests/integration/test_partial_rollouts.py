@@ -94,18 +94,6 @@ def test_single_replies_train_as_responses_without_environment(
     assert 0 < len(texts["parts"]) < len(texts["fixed"]) and set(texts["parts"]) <= set(texts["fixed"])
 
 
-def test_kills_do_not_change_single_replies(
-    ppo_words: list[str], reward_file: Path, realhf: Callable[..., Run], tmp_path: Path
-) -> None:
-    words = [word for word in ppo_words if not word.startswith(("reward.fn=", "critic.", "ppo.kl_ctl="))]
-    options = [*words, "env.cls=realhf.environments.single_reply:SingleReply", "env.partial_tokens=5",
-               f"env.options={{fn: {reward_file}:graded}}", "ppo.kl_in=none", "ppo.recompute_logprobs=True",
-               "exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=3", "n_gpus_per_node=2"]  # fmt: skip
-    whole = realhf("grpo", tmp_path / "whole", options)
-    assert whole.curve[3]["actor_gen/carried"] > 0
-    check_kill(whole, tmp_path / "worker", options, 4, "worker")
-
-
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_steps=9", "n_gpus_per_node=2", *KINDS["grpo"], *PARTIAL]
 
 
@@ -121,6 +109,17 @@ def test_kills_do_not_change_a_partial_rollout(
     for whom in ("master", "worker"):
         check_kill(whole, tmp_path / whom, options, 4, whom)
     check_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5)
+
+
+def test_kills_do_not_change_single_replies(
+    words: list[str], reward_file: Path, realhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    own = [word for word in words if not word.startswith("ppo.gen.")]
+    options = [*own, *OFTEN, "env.cls=realhf.environments.single_reply:SingleReply", "ppo.gen.max_new_tokens=12",
+               f"env.options={{fn: {reward_file}:graded}}"]  # fmt: skip
+    whole = realhf("grpo", tmp_path / "whole", options)
+    assert whole.curve[3]["actor_gen/carried"] > 0 and whole.curve[3]["actor_train/grad_norm"] > 0
+    check_kill(whole, tmp_path / "worker", options, 4, "worker")
 
 
 @pytest.mark.parametrize(
