@@ -153,9 +153,9 @@ def plan_figure() -> str:
         config, out = Path(folder, "config.json"), Path(folder, "plan.svg")
         config.write_text(json.dumps(LLAMA_7B))
         words = [word for role in COLOUR for word in (f"{role}.config={config}", f"{role}.init_from_scratch=True")]
-        words += ["n_nodes=2", "n_gpus_per_node=8", "device=cuda", "planner.hardware=h100", "dataset.train_bs_n_seqs=512",
-                  "ppo.gen.max_new_tokens=1024", "ppo.ppo_n_minibatches=8", "actor.gradient_checkpointing=True",
-                  "critic.gradient_checkpointing=True"]  # fmt: skip
+        words += ["n_nodes=2", "n_gpus_per_node=8", "device=cuda", "planner.hardware=h100",
+                  "dataset.train_bs_n_seqs=512", "ppo.gen.max_new_tokens=1024", "ppo.ppo_n_minibatches=8",
+                  "actor.gradient_checkpointing=True", "critic.gradient_checkpointing=True"]  # fmt: skip
         plan_command(["ppo", *words, "--compare", "heuristic,search", "--out", str(out)])
         return for_both_schemes(out.read_text())
 

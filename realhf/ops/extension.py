@@ -56,6 +56,17 @@ SHAPES: Mapping[str, Callable[..., object]] = {
     "delta_step": lambda projected, conv, a_log, dt_bias, norm, tails, states, _: projected.new_empty(
         (projected.shape[0], states.shape[1] * states.shape[3])
     ),
+    "causal_conv_silu": _like(0),
+    "causal_conv_silu_backward": lambda grad, x, weight, rows: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape, dtype=torch.float32),
+    ),
+    "delta_rule": lambda mixed, decay, rate, rows, states, saves: (
+        states.new_empty((mixed.shape[0], states.shape[1], states.shape[3])),
+        states.new_empty(states.shape),
+        states.new_empty((torch.library.get_ctx().new_dynamic_size() if saves else 0, *states.shape[1:])),
+    ),
+    "delta_rule_backward": _like(2, 3, 4, 1),
     "rms_norm": _like(0),
     "rms_norm_backward": _like(1, 2),
     "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),

@@ -12,6 +12,8 @@ from realhf.ops import extension
 TILES = {"cpu": (512, 2048)}
 """Tokens and vocabulary entries per tile of logits: 4 MiB fit a CPU's caches; GPUs need large products."""
 LARGE_TILE = (4096, 4096)
+KEPT_BYTES = {"cpu": 16 << 20}
+"""Logits that the forward pass keeps for the backward pass, which computes the others again; none on GPUs."""
 Options = tuple[float, float, tuple[int, int]]
 """Scale, softcap and tile of ``packed_logprobs``."""
 
@@ -45,17 +47,18 @@ class _PackedLogprobs(torch.autograd.Function):
         add_to: Tensor | None,
     ) -> Tensor:
         targets = targets - shard.start
-        largest, sums, picked = _stats(hidden, weight, targets, *options)
+        kept = _for_logits(hidden, weight) if any(ctx.needs_input_grad[:2]) else hidden.new_empty(0, len(weight))
+        largest, sums, picked = _stats(hidden, weight, targets, *options, kept)
         global_max = shard.all_max(largest.clone())
         sums, picked = shard.all_sum(torch.stack([sums * (largest - global_max).exp(), picked]))
         logps = (picked - global_max) - sums.log()
-        ctx.save_for_backward(hidden, weight, targets, sums.log() + global_max, logps)
+        ctx.save_for_backward(hidden, weight, targets, sums.log() + global_max, logps, kept)
         ctx.options, ctx.add_to = options, add_to
         return logps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalisers, logps = ctx.saved_tensors
+        hidden, weight, targets, normalisers, logps, kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         scale, softcap, (n_tokens, n_words) = ctx.options
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -64,12 +67,15 @@ class _PackedLogprobs(torch.autograd.Function):
             total = torch.zeros(weight.shape, device=weight.device)
         used = grad.nonzero()[:, 0]  # tokens without a loss, such as prompts, are skipped
         buffer = _buffer(weight, used.numel(), (n_tokens, n_words))
-        for rows in used.split(n_tokens):
+        for rows, is_kept in _row_tiles(used, n_tokens, len(kept)):
             x, grad_rows = hidden[rows], grad[rows].float()
             x_grad = torch.zeros(x.shape, device=x.device) if needs_hidden else None
             for start in range(0, weight.shape[0], n_words):
                 words = weight[start : start + n_words]
-                logits = capped_(_product(x, words, buffer), softcap)
+                if is_kept:
+                    logits = _in_buffer(buffer, x, words).copy_(kept[rows, start : start + n_words])
+                else:
+                    logits = capped_(_product(x, words, buffer), softcap)
                 cap_grad = 1 - (logits / softcap).square_() if softcap else None
                 slopes = logit_slopes_(logits, targets[rows] - start, normalisers[rows], logps[rows], grad_rows, scale)
                 if cap_grad is not None:
@@ -85,8 +91,15 @@ class _PackedLogprobs(torch.autograd.Function):
 
 
 def _stats(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, softcap: float, tile: tuple[int, int]
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: float,
+    softcap: float,
+    tile: tuple[int, int],
+    kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``logit_stats`` over all words, and copy the logits of the first tokens to ``kept``."""
     n_tokens, n_words = tile
     sums, picked = torch.zeros(2, targets.numel(), device=hidden.device)
     largest = torch.full_like(sums, -torch.inf)
@@ -94,6 +107,8 @@ def _stats(
     for rows in (slice(start, start + n_tokens) for start in range(0, targets.numel(), n_tokens)):
         for start in range(0, weight.shape[0], n_words):
             logits = capped_(_product(hidden[rows], weight[start : start + n_words], buffer), softcap)
+            if (of_kept := kept[rows, start : start + n_words]).numel():
+                of_kept.copy_(logits[: len(of_kept)])
             tile_max, tile_sums, tile_picked = logit_stats(logits, targets[rows] - start, scale)
             new_max = torch.maximum(largest[rows], tile_max)
             sums[rows] *= (largest[rows] - new_max).exp()
@@ -164,8 +179,27 @@ def _buffer(weight: Tensor, count: int, tile: tuple[int, int]) -> Tensor:
 
 
 def _product(hidden: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
+    return torch.mm(hidden, words.t(), out=_in_buffer(buffer, hidden, words))
+
+
+def _in_buffer(buffer: Tensor, hidden: Tensor, words: Tensor) -> Tensor:
     shape = hidden.shape[0], words.shape[0]
-    return torch.mm(hidden, words.t(), out=buffer[: shape[0] * shape[1]].view(shape))
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _for_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return a tensor for the logits of the first tokens, ``[n, V]``, within the limit of this device."""
+    most = KEPT_BYTES.get(hidden.device.type, 0) // (len(weight) * hidden.itemsize)
+    return hidden.new_empty(min(most, len(hidden)), len(weight))
+
+
+def _row_tiles(used: Tensor, n_tokens: int, n_kept: int) -> list[tuple[Tensor, bool]]:
+    """Return tiles of at most ``n_tokens`` of the ``used`` tokens, and whether they are among the first ``n_kept``."""
+    if not n_kept:
+        return [(rows, False) for rows in used.split(n_tokens)]
+    first = used < n_kept
+    return [(rows, is_kept) for is_kept, some in ((True, used[first]), (False, used[~first]))
+            for rows in some.split(n_tokens) if len(rows)]  # fmt: skip
 
 
 def capped_(logits: Tensor, softcap: float) -> Tensor:
@@ -192,8 +226,9 @@ def packed_logprobs(
     """Return ``log softmax(hidden @ weight.T / temperature)`` at ``targets``, ``[T]`` float32.
 
     ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same dtype, ``targets`` ``[T]`` int64. A ``softcap`` c maps
-    products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Only one ``tile`` (tokens, entries) of
-    logits exists at a time; the backward pass recomputes tiles of tokens with a nonzero gradient. With a vocabulary
+    products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Beside the first
+    ``KEPT_BYTES``, only one ``tile`` (tokens, entries) of logits exists at a time; the backward pass recomputes the
+    others of tokens with a nonzero gradient. With a vocabulary
     ``shard``, ``weight`` is this worker's and the gradient of ``hidden`` is a partial sum. If ``add_to``, ``[V, D]``
     float32, is given, the gradient of ``weight`` is added to it instead of being returned to autograd. Raises
     ValueError for a temperature that is not positive and, on CPUs, for targets outside the vocabulary.

@@ -234,6 +234,34 @@ def delta_step(inputs: Inputs) -> list[Any]:
             inputs.floats(rows, n_values, key_dim, value_dim), 1e-6]  # fmt: skip
 
 
+def delta_rule(inputs: Inputs) -> list[Any]:
+    count, rows = attention_rows(inputs)
+    n_keys, ratio, key_dim, value_dim = inputs.pick(1, 2), inputs.pick(1, 3), inputs.pick(8, 24), inputs.pick(8, 40)
+    n_values, dtype = n_keys * ratio, inputs.pick(torch.float32, torch.bfloat16)
+    return [inputs.floats(count, 2 * n_keys * key_dim + n_values * value_dim, dtype=dtype),
+            inputs.floats(count, n_values), inputs.floats(count, n_values), rows,
+            inputs.floats(rows.shape[1], n_values, key_dim, value_dim), inputs.pick(True, False)]  # fmt: skip
+
+
+def delta_rule_backward(inputs: Inputs) -> list[Any]:
+    mixed, decay, rate, rows, states, _ = delta_rule(inputs)
+    n_blocks = sum(-(-length // 64) for length in rows[0].tolist())
+    return [inputs.floats(len(mixed), states.shape[1], states.shape[3]), states, mixed, decay, rate, rows,
+            inputs.floats(n_blocks, *states.shape[1:])]  # fmt: skip
+
+
+def causal_conv_silu(inputs: Inputs) -> list[Any]:
+    count, rows = attention_rows(inputs)
+    channels, dtype = inputs.pick(8, 64, 72), inputs.pick(torch.float32, torch.bfloat16)
+    weight = inputs.floats(channels, 1, inputs.pick(1, 2, 4, 16), dtype=dtype)
+    return [inputs.floats(count, channels, dtype=dtype), weight, rows]
+
+
+def causal_conv_silu_backward(inputs: Inputs) -> list[Any]:
+    x, weight, rows = causal_conv_silu(inputs)
+    return [inputs.floats(*x.shape, dtype=x.dtype), x, weight, rows]
+
+
 def packed_gae(inputs: Inputs) -> list[Any]:
     lengths = [inputs.pick(*WIDTHS) for _ in range(inputs.pick(*COUNTS))]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(inputs.pick(torch.int64, torch.int32))
@@ -299,6 +327,7 @@ def tiled_linear(inputs: Inputs) -> list[Any]:
 CASES: dict[str, Callable[[Inputs], list[Any]]] = {
     make.__name__: make
     for make in (activate, activate_backward, adamw_, rms_norm, rms_norm_backward, packed_attention, delta_step,
+                 delta_rule, delta_rule_backward, causal_conv_silu, causal_conv_silu_backward,
                  packed_attention_backward, decode_blocks, packed_gae, gae_2d, slice_intervals, set_intervals,
                  logit_stats, logit_slopes_, sample_tokens, counter_uniform, copy_box_, tiled_linear)
 }  # fmt: skip

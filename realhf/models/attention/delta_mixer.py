@@ -15,9 +15,9 @@ from realhf.models.low_rank import LowRank
 from realhf.models.quantized_matrix import Matrix
 from realhf.ops import extension
 from realhf.ops.activations import activate
-from realhf.ops.delta.convolution import causal_convolution, convolution_step
+from realhf.ops.delta.convolution import activated_convolution, convolution_step
 from realhf.ops.delta.delta_rows import DeltaRows
-from realhf.ops.delta.gated_delta_rule import delta_step, gated_delta_rule
+from realhf.ops.delta.gated_delta_rule import delta_step, mixed_delta_rule
 from realhf.ops.norms import rms_norm
 
 
@@ -51,9 +51,9 @@ class DeltaMixer:
         """
         mixed, gates, rates, decays = self._split(projected, delta_of(config))
         tails, states = before or (None, None)
-        mixed, tails = causal_convolution(mixed, self.conv, rows, tails)
-        heads = self._heads(mixed, config)
-        outputs, states = gated_delta_rule(*heads, decays, rates, rows, states)
+        mixed, tails = activated_convolution(mixed, self.conv, config.activation, rows, tails)
+        sizes = delta_of(config).key_dim, delta_of(config).value_dim
+        outputs, states = mixed_delta_rule(mixed, decays, rates, sizes, rows, states)
         return self._gated(outputs, gates, config, region), None if tails is None else (tails, states)
 
     def step(

@@ -94,6 +94,11 @@ class DeltaRows:
         places[tokens[is_token]] = is_token.flatten().nonzero().squeeze(1)
         return tokens.masked_fill(~is_token, n_tokens), places
 
+    @cached_property
+    def table(self) -> Tensor:
+        """Lengths and prefixes, ``[2, B]``, for a kernel on the CPU."""
+        return torch.tensor((self.lengths, self.parents), dtype=torch.int64).view(2, -1)
+
     @property
     def tokens(self) -> Tensor:
         """The tokens of every chunk in the order of the steps, ``[N, chunk]``; T stands for none."""
@@ -132,4 +137,5 @@ class DeltaRows:
         if parent < 0:
             return self._starts[-1] + row * before + torch.arange(before)
         start, stop = self._starts[parent : parent + 2]
-        return torch.cat((self._before(parent), torch.arange(start, stop)))[-before:]
+        tokens = torch.cat((self._before(parent), torch.arange(start, stop)))
+        return tokens[len(tokens) - before :]

@@ -6,13 +6,58 @@ and keys are divided by their norms, queries also by the square root of their si
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from realhf.ops import extension
 from realhf.ops.delta.delta_rows import DeltaRows
 
 NORM_EPS = 1e-6
+
+
+def mixed_delta_rule(
+    mixed: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    sizes: tuple[int, int],
+    rows: DeltaRows,
+    states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``gated_delta_rule`` of queries, keys and values that are beside each other in ``mixed``.
+
+    ``mixed`` is ``[T, 2 * Hk * dk + Hv * dv]``, and ``sizes`` are dk and dv. The kernel computes token by token in
+    float32; its backward pass computes states again, from one in 64 that it stores.
+    """
+    (key_dim, value_dim), n_values = sizes, decay.shape[1]
+    fits = mixed.dtype in (torch.float32, torch.bfloat16) and key_dim % 8 == 0 and value_dim % 8 == 0
+    if not fits or extension.kernel("delta_rule", mixed.device.type) is None:
+        keys = (mixed.shape[1] - n_values * value_dim) // 2
+        q, k, v = mixed.split((keys, keys, n_values * value_dim), 1)
+        q, k, v = (x.unflatten(1, (-1, size)) for x, size in ((q, key_dim), (k, key_dim), (v, value_dim)))
+        return gated_delta_rule(q, k, v, decay, rate, rows, states)
+    if states is None:
+        states = mixed.new_zeros(len(rows.lengths), n_values, key_dim, value_dim, dtype=torch.float32)
+    return _DeltaRule.apply(mixed, decay.float(), rate.float(), rows.table, states.float())
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, decay: Tensor, rate: Tensor, table: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        inputs, saves = (mixed.contiguous(), decay.contiguous(), rate.contiguous(), table), any(ctx.needs_input_grad)
+        kernel = extension.required("delta_rule", mixed.device.type)
+        outputs, ends, blocks = kernel(*inputs, states.contiguous(), saves)
+        ctx.save_for_backward(*inputs, blocks)
+        return outputs, ends
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, end_grad: Tensor) -> tuple[Tensor | None, ...]:
+        kernel = extension.required("delta_rule_backward", grad.device.type)
+        *grads, of_states = kernel(grad.contiguous(), end_grad.contiguous(), *ctx.saved_tensors)
+        return *grads, None, of_states
 
 
 def gated_delta_rule(

@@ -20,7 +20,7 @@ KERNELS_PER_END = 8
 ATTENTION_BACKWARD = 2.5  # times the operations of the forward pass: five products for two (arXiv 2307.08691, 3.1)
 ATTENTION_TILE = 128  # rows and columns of scores that attention computes together, also where the mask hides some
 OPTIMIZER_BYTES = 28  # per parameter: float32 gradient, master weight and two moments read, the last three written
-LOGITS_BYTES = {"cpu": 24 << 20}  # chunk of logits that the log-prob head materializes (ops/logprobs.py)
+LOGITS_BYTES = {"cpu": 24 << 20}  # a tile of logits, and those kept for the backward pass (ops/logprobs.py)
 DEFAULT_LOGITS_BYTES = 256 << 20
 
 

@@ -159,7 +159,7 @@ def test_steps_continue_packed_rows(
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(packed_rows(), st.integers(2, 5), st.integers(0, 99))
+@given(packed_rows(), st.integers(1, 5), st.integers(0, 99))
 def test_the_convolution_sees_only_its_row_and_prefix(
     rows: tuple[tuple[int, ...], tuple[int, ...]], kernel: int, seed: int
 ) -> None:
