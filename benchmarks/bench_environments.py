@@ -1,6 +1,6 @@
 """Multi-turn rollouts with slow environments, and many episodes at a time, on CPU.
 
-    python benchmarks/bench_environments.py [latency] [concurrent] [tail] [--rounds N]
+    python benchmarks/bench_environments.py [latency] [concurrent] [tail] [rewards] [--rounds N]
 
 ``latency``: seconds of the rollout of 128 episodes of 4 turns with 16 slots, for environments that wait 0, 10
 or 100 ms per call, or 10 ms with a heavy tail (2 % of the calls 300 ms). ``overlap``: the calls of a process overlap
@@ -8,6 +8,8 @@ or 100 ms per call, or 10 ms with a heavy tail (2 % of the calls 300 ms). ``over
 four run in turns. ``concurrent``: 1,000 open episodes whose environments wait 1 s per call: memory and lost episodes.
 ``tail``: tokens generated per second of single responses whose lengths have a heavy tail (Pareto, exponent 1.2, from 20
 to 1,000 tokens), 8 prompts with 16 responses and 64 slots, with and without ``env.partial_tokens``, in turns.
+``rewards``: seconds of a step of GRPO with 128 such responses of 20 to 300 tokens whose verification takes 40 ms in one of
+two processes: after the rollout (``reward.fn``) or during it (``SingleReply``), in turns.
 """
 
 import argparse
@@ -61,6 +63,11 @@ class Tail(SingleReply):
 
     def reset(self, row, seed):
         return Turn(max_tokens=min(1000, int(20 * random.Random(seed).paretovariate(1.2))))
+
+
+def slow_score(prompt, answer, row):
+    time.sleep(0.04)
+    return float(len(answer))
 '''
 LATENCIES = {"0 ms": (0.0, 0.0), "10 ms": (0.01, 0.0), "100 ms": (0.1, 0.0), "10 ms, tail": (0.01, 0.02)}
 MODES = {"overlap, release": (True, 128), "overlap": (True, 16), "release": (False, 128), "neither": (False, 16)}
@@ -107,17 +114,43 @@ def concurrent(folder: Path) -> None:
           f"failed {line['env/failed']:.0%}, worker {line['memory/worker_peak_gb']:.2f} GB at most")  # fmt: skip
 
 
-def tail(folder: Path, rounds: int) -> None:
-    """Compare rollouts of a model of 3.3 M parameters after the first steps, in which few episodes are carried."""
+def wide_model(folder: Path) -> list[str]:
+    """Write the config of a model of 3.3 M parameters, and return the options for it."""
     config = json.loads((folder / "model" / "config.json").read_text())
     config |= {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
                "head_dim": 64, "intermediate_size": 704, "max_position_embeddings": 2048}  # fmt: skip
-    (folder / "wide").mkdir()
+    (folder / "wide").mkdir(exist_ok=True)
     (folder / "wide" / "config.json").write_text(json.dumps(config))
+    return [f"actor.config={folder}/wide", "ppo.group_size=16", "ppo.gen.max_num_seqs=64"]
+
+
+def rewards(folder: Path, rounds: int) -> None:
+    words = [*wide_model(folder), "ppo.gen.max_new_tokens=300", "ppo.gen.min_new_tokens=20"]
+    file = folder / "env.py"
+    modes = {
+        "after": [f"reward.fn={file}:slow_score", "reward.processes=2", "env.cls=null"],
+        "during": [
+            "env.cls=realhf.environments.single_reply:SingleReply",
+            f"env.options={{fn: {file}:slow_score}}",
+            "env.workers=2",
+        ],
+    }
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, more in modes.items():
+            steps = run(folder, [*words, *more], 5)[1:]
+            seconds.setdefault(name, []).extend(line["time/step_s"] for line in steps)
+    after, during = (statistics.median(seconds[name]) for name in modes)
+    print(
+        f"verification after the rollout: {after:.2f} s per step, during it: {during:.2f}; {after / during:.2f} times"
+    )
+
+
+def tail(folder: Path, rounds: int) -> None:
+    """Compare rollouts after the first steps, in which few episodes are carried."""
     # the sampled tokens are not compared: greedy decoding of random weights has no stop token
-    words = [f"actor.config={folder}/wide", f"env.cls={folder}/env.py:Tail", "env.seed_per_sample=True",
-             "ppo.group_size=16", "ppo.gen.max_num_seqs=64", "ppo.gen.max_new_tokens=1000",
-             "ppo.gen.greedy=True"]  # fmt: skip
+    words = [*wide_model(folder), f"env.cls={folder}/env.py:Tail", "env.seed_per_sample=True",
+             "ppo.gen.max_new_tokens=1000", "ppo.gen.greedy=True"]  # fmt: skip
     modes, speeds = {"whole": [], "partial": ["env.partial_tokens=250"]}, dict[str, list[float]]()
     for _ in range(rounds):
         for name, more in modes.items():
@@ -145,6 +178,8 @@ def main() -> None:
             concurrent(folder)
         if "tail" in args.parts:
             tail(folder, args.rounds)
+        if "rewards" in args.parts:
+            rewards(folder, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,30 @@
-"""An environment of one reply: single responses with what multi-turn rollouts have, such as partial rollouts."""
+"""An environment of one reply: single responses with what multi-turn rollouts have.
 
-from typing import Any, Protocol
+A reply is scored as soon as it is complete, while others are sampled, and rollouts may be partial.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
 
 from realhf.environments.loading import load_class
 from realhf.environments.types import Reply, Turn
-
-
-class RewardFn(Protocol):
-    """A function for ``reward.fn``."""
-
-    def __call__(self, prompt: Any, answer: str, row: dict[str, Any]) -> float: ...
+from realhf.rewards.registry import FORMAT, VERIFIERS, RewardFn, load_reward
 
 
 class SingleReply:
     """The model replies once to the prompt of a row, and the reply is scored, also one that is cut at its limit.
 
     ``fn`` is as ``reward.fn``: a function of the row's ``prompt``, the text of the reply and the row, or its name
-    ``my_file.py:function``, or ``math``. Functions run in the process of the environment. ValueError for another name.
+    ``my_file.py:function``, or a verifier such as ``math`` or ``code``, or ``format:REGEX``. It runs in the process of
+    the environment. A verifier takes at most ``timeout`` seconds per response, and ``test_timeout`` per test of a
+    program; ``env.timeout`` must be longer. ValueError for another name, or an asynchronous function.
     """
 
-    def __init__(self, fn: str | RewardFn = "math") -> None:
-        if isinstance(fn, str) and fn != "math" and ":" not in fn:
-            raise ValueError(f"fn={fn!r} must be 'math', 'file.py:function' or 'package.module:function'")
-        self._fn: RewardFn = _math_reward() if fn == "math" else load_class(fn) if isinstance(fn, str) else fn
+    def __init__(self, fn: str | RewardFn = "math", timeout: float = 20.0, test_timeout: float = 6.0) -> None:
+        self._fn: RewardFn = _load(fn, timeout, test_timeout) if isinstance(fn, str) else fn
+        if inspect.iscoroutinefunction(self._fn):
+            raise ValueError(f"fn={fn!r} must not be asynchronous")
         self._row: dict[str, Any] = {}
 
     def reset(self, row: dict[str, Any], seed: int) -> Turn:
@@ -33,6 +35,15 @@ class SingleReply:
         return Turn(reward=float(self._fn(self._row.get("prompt", ""), reply.text, self._row)), done=True)
 
 
-def _math_reward() -> RewardFn:
-    score = load_class("realhf.rewards.tools.math_score:score_math")
-    return lambda prompt, answer, row: score(answer, row)
+@cache  # a process has the environments of many episodes
+def _load(fn: str, timeout: float, test_timeout: float) -> RewardFn:
+    if fn == "math":  # rows may have `answer` instead of `solutions`
+        score = load_class("realhf.rewards.tools.math_score:score_math")
+        return lambda prompt, answer, row: score(answer, row)
+    if fn in VERIFIERS or fn.startswith(FORMAT):
+        return load_reward(fn, timeout, test_timeout)
+    if ":" not in fn:
+        names = ", ".join(VERIFIERS)
+        raise ValueError(f"fn={fn!r} must be one of {names}, 'format:REGEX', 'file.py:function' or 'package:function'")
+    function: RewardFn = load_class(fn)
+    return function

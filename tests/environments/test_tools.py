@@ -7,8 +7,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,6 +36,7 @@ from realhf.environments.tools import (
     search_index,
     words_of,
 )
+from realhf.rewards.registry import VERIFIERS
 from realhf.rewards.tools.math_score import score_math
 from realhf.rewards.tools.python_tool import PythonTool
 
@@ -289,11 +292,38 @@ def test_a_single_reply_has_the_reward_of_a_function(tmp_path: Path) -> None:
         assert made.reset({"prompt": "ab", "bonus": 0.5}, 0) == Turn()
         last = made.step(Reply("cde", [1, 2], stop="length"))
         assert last.done and last.reward == 5.5
-    with pytest.raises(ValueError, match="fn='maths' must be 'math', 'file.py:function'"):
+    with pytest.raises(ValueError, match="fn='maths' must be one of math, math_strict, code, code_unordered, "):
         SingleReply("maths")
+
+    async def slow(prompt: str, answer: str, row: dict) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match="must not be asynchronous"):
+        SingleReply(slow)
     made = SingleReply()
     made.reset({"prompt": "1/4 + 1/4?", "solutions": ["#### 0.5"]}, 0)
     assert [made.step(Reply(text, [1])).reward for text in (r"\boxed{\frac{1}{2}}", r"\boxed{2}")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_single_reply_has_the_score_of_a_verifier(name: str) -> None:
+    """By the self-tests of the verifiers, through the processes of environments."""
+    tests = VERIFIERS[name].self_test
+    pool = EnvPool(EnvOptions("realhf.environments.single_reply:SingleReply", {"fn": name}, workers=2))
+    rewards: dict[int, Any] = {}
+    with closing(pool):
+        for number, (_, row, _) in enumerate(tests):
+            pool.reset(number, row, 0)
+        deadline = time.monotonic() + 120
+        while len(rewards) < len(tests):
+            assert time.monotonic() < deadline, rewards
+            for answer in pool.poll(5.0):
+                if isinstance(answer.result, Turn) and not answer.result.done:
+                    pool.step(answer.episode, Reply(tests[answer.episode][0], [1]))
+                else:
+                    rewards[answer.episode] = getattr(answer.result, "reward", answer.result)
+                    pool.end(answer.episode)
+    assert rewards == {number: score for number, (_, _, score) in enumerate(tests)}
 
 
 def test_calls_have_a_cost() -> None:
