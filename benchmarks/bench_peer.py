@@ -131,7 +131,7 @@ def our_step(pair: ModelPair) -> None:
 
     def loss(outputs: Outputs, some: SequenceBatch) -> Loss:
         mask = some["mask"].bool()
-        return Loss(-(outputs.logprobs() * mask).sum(), {})
+        return Loss(-(outputs.logprobs(1.0, mask) * mask).sum(), {})
 
     pair.ours.train(batch, loss, float(batch["mask"].sum()))
 
