@@ -1,6 +1,7 @@
 // One decoding step through all blocks of a stage with a KV cache: operator schema and CPU kernel.
-// realhf/models/fused/fused_blocks.py documents the operator; decode_rows.h computes a range of rows. A thread takes its rows
-// through all blocks without synchronisation and computes in float32 for every weight type.
+// realhf/models/fused/fused_blocks.py documents the operator; decode_rows.h computes a range of rows, in float32 for every
+// weight type. A thread takes its rows through all blocks without synchronisation; of few rows, threads divide products
+// and heads instead, so that they read the weights once. Results are the same bits.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -101,6 +102,28 @@ struct Inputs {
   int64_t* chosen;  // [routed layers, S, top_k], or null
 };
 
+void run_alone(int64_t count, void (*work)(void*, int64_t), void* given) {
+  for (int64_t part = 0; part < count; ++part) work(given, part);
+}
+
+void run_together(int64_t count, void (*work)(void*, int64_t), void* given) {
+  torch::stable::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
+    for (int64_t part = from; part < to; ++part) work(given, part);
+  });
+}
+
+// How many threads divide the products of all rows; 1 if they divide the rows, where each of them reads all weights. These
+// come from memory if they exceed the caches, and few rows would not use all threads.
+template <typename scalar_t>
+int64_t team_size(const std::vector<Layer<scalar_t>>& layers, int64_t n_rows, int64_t n_threads) {
+  const Layer<scalar_t>& last = layers.back();  // the first ones of a routed model may be dense
+  int64_t size = 0;
+  for (const Matrix<scalar_t>* matrix : {&last.qkv, &last.out, &last.up, &last.down}) size += matrix->outs * matrix->depth;
+  const int64_t most = std::min(n_threads, size / kMinPartElements);
+  const bool is_large = size * static_cast<int64_t>(layers.size() * sizeof(scalar_t)) > kCacheBytes;
+  return most > 1 && (is_large || n_rows < 2 * kMinRowsPerThread * most) ? most : 1;
+}
+
 template <typename scalar_t>
 void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<Rope>& ropes,
          const std::vector<int64_t>& windows, const std::vector<int64_t>& routed, float offset, const Inputs& inputs,
@@ -130,15 +153,19 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
   using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
   const auto work = best_isa<Work>(REALHF_ALL_ISAS(run_stage));
   const int64_t n_rows = x.size(0), n_threads = torch::stable::get_num_threads();
-  const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
-  torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
-    const int64_t stop = std::min(n_rows, to * share);
-    Buffers buffers(shape, std::min(kRowsAtOnce, stop - from * share));
-    for (int64_t row = from * share; row < stop; row += kRowsAtOnce) {
+  const auto run_rows = [&](int64_t from, int64_t stop, const Team& team) {
+    Buffers buffers(shape, std::min(kRowsAtOnce, stop - from), team);
+    for (int64_t row = from; row < stop; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, stop - row);
       if (shape.sublayers != Sublayers::mlp) buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
       work(shape, stage, row, count, buffers);
     }
+  };
+  const int64_t n_team = team_size(layers, n_rows, n_threads);
+  if (n_team > 1) return run_rows(0, n_rows, {n_team, run_together});
+  const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
+  torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
+    run_rows(from * share, std::min(n_rows, to * share), {1, run_alone});
   });
 }
 

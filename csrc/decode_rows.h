@@ -103,6 +103,36 @@ REALHF_INLINE void convert(scalar_t* to, const float* from, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) store(to + c, load(from + c));
 }
 
+// A product whose outputs the threads of a team divide.
+template <typename scalar_t>
+struct ProductCall {
+  const Matrix<scalar_t>& matrix;
+  int64_t rows;
+  const float* x;
+  bool add;
+  float* y;
+  int64_t y_row, n_parts;
+};
+
+template <typename scalar_t>
+REALHF_NOINLINE void product_part(void* given, int64_t part) {
+  const auto& call = *static_cast<const ProductCall<scalar_t>*>(given);
+  const Matrix<scalar_t>& all = call.matrix;
+  const int64_t n_tiles = all.outs / kPadding, from = part * n_tiles / call.n_parts * kPadding;
+  const int64_t outs = (part + 1) * n_tiles / call.n_parts * kPadding - from;
+  if (outs == 0) return;
+  const Matrix<scalar_t> own{all.tiles + from * all.depth, all.bias ? all.bias + from : nullptr, outs, all.depth};
+  linear(own, call.rows, call.x, call.add, call.y + from, call.y_row);
+}
+
+template <typename scalar_t>
+REALHF_INLINE void linear(const Team& team, const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add,
+                          float* y, int64_t y_row) {
+  if (team.n_threads == 1) return linear(matrix, rows, x, add, y, y_row);
+  ProductCall<scalar_t> call{matrix, rows, x, add, y, y_row, team.n_threads};
+  team.run(team.n_threads, product_part<scalar_t>, &call);
+}
+
 #include "expert_rows.h"
 
 // Replaces a row of scores, padded to whole vectors, by exponentials and returns their sum, with that of a sink, the
@@ -162,7 +192,7 @@ REALHF_INLINE void weighted_sum(int64_t n, int64_t count, int64_t dim, const flo
 // Attention of one key/value head of a prefix group; the shared keys are read from the holder's cache.
 template <typename scalar_t>
 REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
-                          int64_t head, const int64_t* positions, Buffers& buffers) {
+                          int64_t head, const int64_t* positions, const HeadBuffers& buffers) {
   const int64_t dim = shape.dim, group_size = shape.n_q / shape.n_kv, across = padded(prefix_group.longest);
   const bool is_alone = prefix_group.n_rows == 1 && prefix_group.holder == prefix_group.rows[0];
   const int64_t shared = layer.window > 0 || is_alone ? 0 : prefix_group.shared;
@@ -197,21 +227,40 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   }
 }
 
-// All heads of a prefix group. Rows have cache numbers; the buffers start at row `from`.
+// One key/value head of a prefix group. Rows have cache numbers; the buffers start at row `from`.
 template <typename scalar_t>
-REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
-                                int64_t from, const int64_t* positions, Buffers& buffers) {
+REALHF_INLINE void attend_head(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
+                               int64_t head, int64_t from, const int64_t* positions, const Buffers& buffers,
+                               const HeadBuffers& own) {
   const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = shape.of_qkv();
-  for (int64_t head = 0; head < shape.n_kv; ++head) {
-    for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
-      convert(buffers.queries + i * of_group,
-              buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group, of_group);
-    }
-    attend(shape, layer, prefix_group, head, positions, buffers);
-    for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
-      float* const to = buffers.mixed + (prefix_group.rows[i] - from) * shape.n_q * shape.dim + head * of_group;
-      convert(to, buffers.heads + i * of_group, of_group);
-    }
+  for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
+    convert(own.queries + i * of_group, buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group,
+            of_group);
+  }
+  attend(shape, layer, prefix_group, head, positions, own);
+  for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
+    float* const to = buffers.mixed + (prefix_group.rows[i] - from) * shape.n_q * shape.dim + head * of_group;
+    convert(to, own.heads + i * of_group, of_group);
+  }
+}
+
+// All heads of all prefix groups; a thread of the team takes every n-th one.
+template <typename scalar_t>
+struct AttentionCall {
+  const Shape& shape;
+  const Layer<scalar_t>& layer;
+  int64_t from;
+  const int64_t* positions;
+  const Buffers& buffers;
+};
+
+template <typename scalar_t>
+REALHF_NOINLINE void attend_part(void* given, int64_t part) {
+  const auto& call = *static_cast<const AttentionCall<scalar_t>*>(given);
+  const int64_t n_kv = call.shape.n_kv;
+  for (int64_t i = part; i < call.buffers.n_groups * n_kv; i += call.buffers.team.n_threads) {
+    attend_head(call.shape, call.layer, call.buffers.groups[i / n_kv], i % n_kv, call.from, call.positions, call.buffers,
+                call.buffers.own[part]);
   }
 }
 
@@ -230,7 +279,7 @@ template <typename scalar_t>
 REALHF_INLINE void add_linear(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
                               int64_t rows, const float* inner, Buffers& buffers) {
   const bool is_plain = shape.sublayers == Sublayers::both && !post.weight && shape.residual_scale == 1;
-  linear(matrix, rows, inner, is_plain, is_plain ? buffers.x : buffers.product, shape.hidden);
+  linear(buffers.team, matrix, rows, inner, is_plain, is_plain ? buffers.x : buffers.product, shape.hidden);
   if (shape.sublayers == Sublayers::both && !is_plain) add_product(shape, post, rows, buffers);
 }
 
@@ -256,13 +305,12 @@ REALHF_INLINE void run_attention(const Shape& shape, const Layer<scalar_t>& laye
                                  const int64_t* positions, Buffers& buffers) {
   const int64_t of_qkv = shape.of_qkv();
   normalise_input(shape, layer.norm, rows, buffers);
-  linear(layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
+  linear(buffers.team, layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
   for (int64_t r = 0; r < rows; ++r) {
     append_row(shape, layer, first + r, positions[first + r], buffers.projected + r * of_qkv);
   }
-  for (const PrefixGroup& prefix_group : buffers.prefix_groups) {
-    attend_group(shape, layer, prefix_group, first, positions, buffers);
-  }
+  AttentionCall<scalar_t> call{shape, layer, first, positions, buffers};
+  buffers.team.run(buffers.team.n_threads, attend_part<scalar_t>, &call);
   if (shape.has_gates) apply_gates(shape, rows, buffers);
 }
 
@@ -275,7 +323,7 @@ REALHF_INLINE void run_mlp(const Shape& shape, const Layer<scalar_t>& layer, int
     if (shape.sublayers == Sublayers::both) add_product(shape, layer.mlp_post_norm, rows, buffers);
     return;
   }
-  linear(layer.up, rows, buffers.inner, false, buffers.projected, layer.up.outs);
+  linear(buffers.team, layer.up, rows, buffers.inner, false, buffers.projected, layer.up.outs);
   activate(shape, shape.inner, rows, buffers.projected);
   add_linear(shape, layer.down, layer.mlp_post_norm, rows, buffers.projected, buffers);
 }

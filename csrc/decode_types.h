@@ -2,7 +2,9 @@
 // the namespace of decode.cpp.
 
 constexpr int64_t kRowsAtOnce = 128;       // rows per pass over the weights
-constexpr int64_t kMinRowsPerThread = 12;  // fewer rows do not repay a thread
+constexpr int64_t kMinRowsPerThread = 12;  // fewer rows do not repay reading all weights
+constexpr int64_t kMinPartElements = 1 << 17;  // of a layer's weights per thread of a team: a product waits for all
+constexpr int64_t kCacheBytes = 1 << 26;       // weights of a stage that stay in caches
 constexpr int64_t kRowsPerGroup = 16;      // rows that attend to a shared prefix together
 constexpr int64_t kMaxSize = 1 << 20;      // of given sizes, whose products must not overflow
 constexpr float kLowest = -std::numeric_limits<float>::max();
@@ -84,9 +86,25 @@ struct PrefixGroup {
   int64_t n_rows, shared, longest, holder;
 };
 
-// The buffers of one thread. Those of routed experts are in the order of pairs of a token and its expert.
+// Threads that compute the same rows: each takes a part of every product and of the heads.
+struct Team {
+  int64_t n_threads;
+  void (*run)(int64_t count, void (*work)(void* given, int64_t part), void* given);  // all parts, at the same time
+};
+
+// What the attention of one head of a prefix group computes with.
+struct HeadBuffers {
+  float *scores, *queries, *heads, *sums;
+};
+
+// The buffers of some rows, which a team computes. Those of routed experts are in the order of pairs of a token and its expert.
 struct Buffers {
-  float *x, *inner, *mixed, *product, *projected, *scores, *queries, *heads, *sums;
+  Team team;
+  std::unique_ptr<HeadBuffers[]> of_threads;
+  HeadBuffers* own;  // of_threads; the kernels call no functions of the standard library
+  const PrefixGroup* groups;
+  int64_t n_groups;
+  float *x, *inner, *mixed, *product, *projected;
   float *logits, *shares, *picked, *outputs, *work;
   int64_t *chosen, *starts, *pairs;
   std::unique_ptr<float[]> memory;
@@ -94,7 +112,8 @@ struct Buffers {
   std::vector<int64_t> order;
   std::vector<PrefixGroup> prefix_groups;
 
-  Buffers(const Shape& shape, int64_t rows) {
+  Buffers(const Shape& shape, int64_t rows, const Team& own_team)
+      : team(own_team), of_threads(new HeadBuffers[own_team.n_threads]), own(of_threads.get()) {
     const Routing& routing = shape.routing;
     const int64_t of_mixed = shape.n_q * shape.dim, widest = std::max({shape.inner, routing.inner, routing.shared_inner});
     const int64_t projected_size = std::max(shape.of_qkv(), shape.across(widest));
@@ -103,8 +122,11 @@ struct Buffers {
     memory = aligned_buffers([&](const auto& take) {
       for (float** part : {&x, &inner, &product}) *part = take(rows * shape.hidden);
       mixed = take(rows * of_mixed), projected = take(rows * projected_size);
-      scores = take(group_size * padded(shape.max_len)), sums = take(group_size);
-      for (float** part : {&queries, &heads}) *part = take(group_size * shape.dim);
+      for (int64_t i = 0; i < team.n_threads; ++i) {
+        HeadBuffers& own = of_threads[i];
+        own.scores = take(group_size * padded(shape.max_len)), own.sums = take(group_size);
+        for (float** part : {&own.queries, &own.heads}) *part = take(group_size * shape.dim);
+      }
       logits = take(expert_rows * padded(routing.count)), shares = take(expert_rows * routing.top_k);
       work = take(2 * padded(routing.count));
       for (float** part : {&picked, &outputs}) *part = take(expert_rows * shape.hidden);
@@ -131,5 +153,6 @@ struct Buffers {
       prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);
       ++prefix_group.n_rows;
     }
+    groups = prefix_groups.data(), n_groups = prefix_groups.size();
   }
 };

@@ -134,9 +134,9 @@ REALHF_INLINE void add_expert(const Shape& shape, const Layer<scalar_t>& layer, 
   for (int64_t i = 0; i < count; ++i) {
     convert(buffers.picked + i * hidden, buffers.inner + pairs[i] / routing.top_k * hidden, hidden);
   }
-  linear(up, count, buffers.picked, false, buffers.projected, across);
+  linear(buffers.team, up, count, buffers.picked, false, buffers.projected, across);
   activate(shape, routing.inner, count, buffers.projected);
-  linear(down, count, buffers.projected, false, buffers.outputs, hidden);
+  linear(buffers.team, down, count, buffers.projected, false, buffers.outputs, hidden);
   for (int64_t i = 0; i < count; ++i) {
     float* const to = buffers.product + pairs[i] / routing.top_k * hidden;
     const float *const from = buffers.outputs + i * hidden, share = buffers.shares[pairs[i]];
@@ -152,9 +152,9 @@ REALHF_INLINE void shared_expert(const Shape& shape, const Router<scalar_t>& rou
     for (int64_t c = 0; c < rows * hidden; c += kLanes) store(buffers.product + c, Floats{});
     return;
   }
-  linear(router.shared_up, rows, buffers.inner, false, buffers.projected, router.shared_up.outs);
+  linear(buffers.team, router.shared_up, rows, buffers.inner, false, buffers.projected, router.shared_up.outs);
   activate(shape, inner, rows, buffers.projected);
-  linear(router.shared_down, rows, buffers.projected, false, buffers.product, hidden);
+  linear(buffers.team, router.shared_down, rows, buffers.projected, false, buffers.product, hidden);
   for (int64_t r = 0; router.shared_gate && r < rows; ++r) {
     Floats dots = {};
     for (int64_t c = 0; c < hidden; c += kLanes) {
@@ -172,7 +172,7 @@ REALHF_INLINE void run_experts(const Shape& shape, const Layer<scalar_t>& layer,
                                Buffers& buffers) {
   const Routing& routing = shape.routing;
   const int64_t across = layer.router.product.outs, top_k = routing.top_k;
-  linear(layer.router.product, rows, buffers.inner, false, buffers.logits, across);
+  linear(buffers.team, layer.router.product, rows, buffers.inner, false, buffers.logits, across);
   for (int64_t r = 0; r < rows; ++r) {
     float* const row = buffers.logits + r * across;
     int64_t* const chosen = buffers.chosen + r * top_k;

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.api.model_config import GatedDelta, Latent, ModelConfig
-from realhf.models.fused.tiles import pack_tiles, tiled_linear
+from realhf.models.fused.tiles import computes_in, pack_tiles, tiled_linear
 from realhf.models.hf_folder import init_random
 from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
@@ -256,6 +256,38 @@ def test_a_row_does_not_depend_on_threads_or_other_rows(name: str) -> None:
         torch.set_num_threads(before)
     for first in (0, 1, 4, 14):
         assert torch.equal(decoded(model, rows=slice(first, first + 5))[0], whole[first : first + 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*CONFIGS, "heads of 12"])
+def test_threads_that_divide_products_compute_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Wide layers are divided by outputs and heads, narrow ones by rows."""
+    if dtype == torch.bfloat16 and not computes_in(dtype):
+        pytest.skip("the kernel does not compute bfloat16 on this processor")
+    config = (CONFIGS | PARTLY_FUSED)[name]
+    wide = {"hidden": 256, "intermediate": 528}
+    if config.n_experts:
+        wide |= {"expert_intermediate": 512}
+    model, before = model_of(replace(config, **wide), dtype), torch.get_num_threads()
+    numbers, shared = torch.tensor([7, 3, 7, 7, 3, 1, *[9] * 9]), torch.tensor([1, 6, 1, 1, 6, 17, *[0] * 9])
+    prefixes = torch.stack((numbers, shared, torch.tensor([0, 1, 0, 0, 1, 5, *[6] * 9])))
+    can_share = not any(config.sliding_windows) and model.weights.fused is not None and model.weights.fused.is_whole
+
+    def results() -> list[Tensor]:
+        hidden, cache = decoded(model)
+        tokens, positions, shared_cache = torch.arange(15), torch.tensor(CACHED).clamp(min=17), filled(model)
+        with torch.no_grad():
+            of_prefixes = model.decode(tokens, positions, shared_cache, None, prefixes) if can_share else hidden
+        return [hidden, cache.k, cache.v, of_prefixes]
+
+    try:
+        torch.set_num_threads(1)
+        expected = results()
+        for n_threads in (2, 3, 7):
+            torch.set_num_threads(n_threads)
+            assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True)), n_threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["llama", "wide heads", "gemma2", "qwen2_moe", "gates"])
