@@ -5,11 +5,18 @@ A reply is scored as soon as it is complete, while others are sampled, and rollo
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from realhf.environments.loading import load_class
 from realhf.environments.types import Reply, Turn
-from realhf.rewards.registry import FORMAT, VERIFIERS, RewardFn, load_reward
+
+NAMED = "realhf.rewards.tools.named_reward:named_reward"
+
+
+class RewardFn(Protocol):
+    """A function for ``reward.fn``."""
+
+    def __call__(self, prompt: Any, answer: str, row: dict[str, Any]) -> float: ...
 
 
 class SingleReply:
@@ -37,13 +44,6 @@ class SingleReply:
 
 @cache  # a process has the environments of many episodes
 def _load(fn: str, timeout: float, test_timeout: float) -> RewardFn:
-    if fn == "math":  # rows may have `answer` instead of `solutions`
-        score = load_class("realhf.rewards.tools.math_score:score_math")
-        return lambda prompt, answer, row: score(answer, row)
-    if fn in VERIFIERS or fn.startswith(FORMAT):
-        return load_reward(fn, timeout, test_timeout)
-    if ":" not in fn:
-        names = ", ".join(VERIFIERS)
-        raise ValueError(f"fn={fn!r} must be one of {names}, 'format:REGEX', 'file.py:function' or 'package:function'")
-    function: RewardFn = load_class(fn)
-    return function
+    is_function = ":" in fn and not fn.startswith("format:")
+    found: RewardFn = load_class(fn) if is_function else load_class(NAMED)(fn, timeout, test_timeout)
+    return found
