@@ -60,7 +60,7 @@ $(VLLM)/.installed: Makefile  # its torchvision is built for CUDA and fails to i
 vllm: $(VLLM)/.installed
 
 test-vllm: $(STAMP) vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm --numprocesses 2 --dist loadfile
+	TEST_PART=$(PART) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm --numprocesses 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -119,7 +119,7 @@ def test_an_empty_function_name_means_standard_input(pool: JudgePool, name: str 
 @runs
 def test_a_right_program_passes_many_tests() -> None:
     many = [(f"{n} {n}", str(2 * n)) for n in range(250)]
-    judge = CodeJudge(20.0, 6.0)  # the defaults of reward.timeout and reward.test_timeout
+    judge = CodeJudge(TIMEOUT_S, 6.0)  # the default of reward.test_timeout, which is for each of them
     with closing(judge.sandbox):
         assert judge.judge(LONG, script(*many)).reason is Reason.ok
         calls = function("f", *((str(n), str(n + 1)) for n in range(250)))
