@@ -189,7 +189,7 @@ def _in_buffer(buffer: Tensor, hidden: Tensor, words: Tensor) -> Tensor:
 
 def _for_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return a tensor for the logits of the first tokens, ``[n, V]``, within the limit of this device."""
-    most = KEPT_BYTES.get(hidden.device.type, 0) // (len(weight) * hidden.itemsize)
+    most = KEPT_BYTES.get(hidden.device.type, 0) // (len(weight) * hidden.dtype.itemsize)
     return hidden.new_empty(min(most, len(hidden)), len(weight))
 
 

@@ -1,6 +1,6 @@
 """What autograd saves for the backward pass with and without recomputation, against the planner's estimate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from realhf.api.model_config import GatedDelta, ModelConfig
 from realhf.models.engine.native import NativeEngine
 from realhf.models.hf_folder import init_random
 from realhf.models.transformer import Transformer
+from realhf.ops import extension
 from realhf.plan.machines.roofline import recomputed_numel, saved_activation_numel
 from tests.models.engine.tiny_engine import engine_on, rows_of
 from tests.models.tiny_models import hf_model, whole_params
@@ -78,7 +79,20 @@ def test_selective_recomputation_saves_fewer_activations(family: str, folders: d
     "delta", [GatedDelta(2, 4, 16, 16, 4), GatedDelta(4, 4, 32, 16, 4), GatedDelta(2, 8, 16, 64, 4)]
 )
 def test_activations_of_the_gated_delta_rule(delta: GatedDelta, dtype: torch.dtype) -> None:
-    """Bytes per token of a block that rows of whole chunks save, as planned."""
+    """Bytes per token of a block that rows of whole chunks save, as planned: with the CPU kernels, and without."""
+    for device, has_kernels in (("cpu", True), ("cuda", False)):
+        with pytest.MonkeyPatch.context() as patch:
+            if not has_kernels:
+                patch.setattr(extension, "kernel", without_delta_kernels(extension.kernel))
+            check_saved_bytes(delta, dtype, device)
+
+
+def without_delta_kernels(kernel: Callable[[str, str], object]) -> Callable[[str, str], object]:
+    missing = "delta_rule", "causal_conv_silu"
+    return lambda name, device: None if name in missing else kernel(name, device)
+
+
+def check_saved_bytes(delta: GatedDelta, dtype: torch.dtype, device: str) -> None:
     found = []
     for n_layers in (1, 2):
         config = replace(HYBRID, n_layers=n_layers, delta=delta, delta_layers=tuple(range(n_layers)))
@@ -86,7 +100,7 @@ def test_activations_of_the_gated_delta_rule(delta: GatedDelta, dtype: torch.dty
         init_random(config, params, 0)
         params.enable_grad()
         found.append(saved_bytes(Transformer(config, params), torch.zeros(512, dtype=torch.int64), (128, 256, 128)))
-    planned = saved_activation_numel(config, 1, False, itemsize=dtype.itemsize) * dtype.itemsize
+    planned = saved_activation_numel(config, 1, False, itemsize=dtype.itemsize, device=device) * dtype.itemsize
     assert found[1] - found[0] == pytest.approx(512 * planned, rel=0.07)
 
 

@@ -37,7 +37,27 @@ def rule_numel(config: ModelConfig, tp: int) -> float:
     return (delta.value_heads * per_head + delta.key_heads * per_key + 2 * delta.keys + delta.values) / tp
 
 
-def mixer_numel(config: ModelConfig, tp: int) -> float:
+def saved_rule_numel(config: ModelConfig, tp: int, itemsize: int, device: str) -> float:
+    """Return the elements per token that autograd saves for a block with the rule, beside the residual stream.
+
+    The CPU kernels save one state per ``CHUNK`` tokens, and no matrices of a chunk; what is behind them is float32.
+    """
+    if config.delta is None:
+        return 0.0
+    delta, wide = config.delta, FLOAT32 / itemsize
+    if not has_rule_kernel(config, device):
+        return _mixer_numel(config, tp) + rule_numel(config, tp) * wide
+    channels = 2 * delta.keys + delta.values
+    of_heads = 5 * delta.values + 6 * delta.value_heads + delta.state_numel / CHUNK
+    return ((1 + 2 / wide) * channels + of_heads * wide) / tp
+
+
+def has_rule_kernel(config: ModelConfig, device: str) -> bool:
+    """Return True if a kernel computes the rule of packed rows (ops/delta)."""
+    return device == "cpu" and config.delta is not None and not (config.delta.key_dim % 8 or config.delta.value_dim % 8)
+
+
+def _mixer_numel(config: ModelConfig, tp: int) -> float:
     """Return the further elements per token: products, their part before the activation, gates and outputs."""
     if config.delta is None:
         return 0.0

@@ -10,7 +10,15 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.overlap import exposed_tp_backward
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work, mlp_width, routed_share
 from realhf.plan.machines.collectives import collective_seconds
-from realhf.plan.machines.delta_rule import FLOAT32, STATE_PASSES, delta_share, mixer_numel, rule_flops, rule_numel
+from realhf.plan.machines.delta_rule import (
+    FLOAT32,
+    STATE_PASSES,
+    delta_share,
+    has_rule_kernel,
+    rule_flops,
+    rule_numel,
+    saved_rule_numel,
+)
 from realhf.plan.machines.engine_traits import OWN, OWN_MEMORY, EngineTraits, MemoryTraits
 from realhf.plan.machines.launches import launches_of
 from realhf.plan.machines.products import Product, backward_products, block_products, column_parallel, product_seconds
@@ -236,7 +244,7 @@ class AnalyticMemory:
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
         config, size = shard.model, shard.itemsize
         block = saved_activation_numel(config, shard.tp, shard.sequence_parallel, shard.input_shards, self.traits,
-                                       shard.ep, size)  # fmt: skip
+                                       shard.ep, size, self.device)  # fmt: skip
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
@@ -262,7 +270,8 @@ class AnalyticMemory:
         of_experts = config.expert_intermediate * config.experts_per_token + config.shared_intermediate
         inner = config.intermediate or of_experts
         width = (2 if config.mlp == "gated" else 1) * inner
-        rule = rule_numel(config, shard.tp) * FLOAT32 / shard.itemsize if config.delta_layers else 0.0
+        has_chunks = config.delta_layers and not has_rule_kernel(config, self.device)
+        rule = rule_numel(config, shard.tp) * FLOAT32 / shard.itemsize if has_chunks else 0.0
         return 3 * config.hidden + max(1.5 * width / shard.tp, 2 * heads / shard.tp, rule)
 
     def _logits(self, shard: StageShard, work: Work) -> float:
@@ -281,6 +290,7 @@ def saved_activation_numel(
     traits: MemoryTraits = OWN_MEMORY,
     ep: int = 1,
     itemsize: int = FLOAT32,
+    device: str = "cuda",
 ) -> float:
     """Return the elements per token that autograd saves for a block of models/blocks.py.
 
@@ -293,7 +303,7 @@ def saved_activation_numel(
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
     residual = config.hidden * (2 / share + 2 / input_shards)
     attention = config.head_dim * (traits.saved_queries * heads + traits.saved_keys * kv)
-    rule, linear = mixer_numel(config, tp) + rule_numel(config, tp) * FLOAT32 / itemsize, delta_share(config)
+    rule, linear = saved_rule_numel(config, tp, itemsize, device), delta_share(config)
     attention = (1 - linear) * attention + linear * rule
     copies = 4 if config.mlp == "gated" else 2
     dense, routed = copies * config.intermediate / tp, routed_share(config)
