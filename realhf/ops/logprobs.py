@@ -12,8 +12,8 @@ from realhf.ops import extension
 TILES = {"cpu": (512, 2048)}
 """Tokens and vocabulary entries per tile of logits: 4 MiB fit a CPU's caches; GPUs need large products."""
 LARGE_TILE = (4096, 4096)
-KEPT_BYTES = {"cpu": 16 << 20}
-"""Logits that the forward pass keeps for the backward pass, which computes the others again; none on GPUs."""
+KEPT_LOGITS = {"cpu": 4 << 20}
+"""The number of logits that the forward pass keeps, by device; the backward pass computes the others again."""
 Options = tuple[float, float, tuple[int, int]]
 """Scale, softcap and tile of ``packed_logprobs``."""
 
@@ -189,7 +189,7 @@ def _in_buffer(buffer: Tensor, hidden: Tensor, words: Tensor) -> Tensor:
 
 def _for_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return a tensor for the logits of the first tokens, ``[n, V]``, within the limit of this device."""
-    most = KEPT_BYTES.get(hidden.device.type, 0) // (len(weight) * hidden.dtype.itemsize)
+    most = KEPT_LOGITS.get(hidden.device.type, 0) // len(weight)
     return hidden.new_empty(min(most, len(hidden)), len(weight))
 
 
@@ -227,11 +227,10 @@ def packed_logprobs(
 
     ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same dtype, ``targets`` ``[T]`` int64. A ``softcap`` c maps
     products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Beside the first
-    ``KEPT_BYTES``, only one ``tile`` (tokens, entries) of logits exists at a time; the backward pass recomputes the
-    others of tokens with a nonzero gradient. With a vocabulary
-    ``shard``, ``weight`` is this worker's and the gradient of ``hidden`` is a partial sum. If ``add_to``, ``[V, D]``
-    float32, is given, the gradient of ``weight`` is added to it instead of being returned to autograd. Raises
-    ValueError for a temperature that is not positive and, on CPUs, for targets outside the vocabulary.
+    ``KEPT_LOGITS``, only one ``tile`` (tokens, entries) of logits exists at a time; the backward pass computes the
+    others of tokens with a nonzero gradient again. With a vocabulary ``shard``, ``weight`` is this worker's and the
+    gradient of ``hidden`` is a partial sum. If ``add_to``, ``[V, D]`` float32, is given, the gradient of ``weight`` is
+    added to it instead of being returned to autograd. Raises ValueError for a temperature that is not positive and, on CPUs, for targets outside the vocabulary.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
