@@ -128,7 +128,7 @@ def rewards(folder: Path, rounds: int) -> None:
     words = [*wide_model(folder), "ppo.gen.max_new_tokens=300", "ppo.gen.min_new_tokens=20"]
     file = folder / "env.py"
     modes = {
-        "after": [f"reward.fn={file}:slow_score", "reward.processes=2", "env.cls=null"],
+        "after": [f"reward.fn={file}:slow_score", "reward.processes=2"],
         "during": [
             "env.cls=realhf.environments.single_reply:SingleReply",
             f"env.options={{fn: {file}:slow_score}}",

@@ -226,11 +226,12 @@ def packed_logprobs(
     """Return ``log softmax(hidden @ weight.T / temperature)`` at ``targets``, ``[T]`` float32.
 
     ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same dtype, ``targets`` ``[T]`` int64. A ``softcap`` c maps
-    products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Beside the first
-    ``KEPT_LOGITS``, only one ``tile`` (tokens, entries) of logits exists at a time; the backward pass computes the
-    others of tokens with a nonzero gradient again. With a vocabulary ``shard``, ``weight`` is this worker's and the
-    gradient of ``hidden`` is a partial sum. If ``add_to``, ``[V, D]`` float32, is given, the gradient of ``weight`` is
-    added to it instead of being returned to autograd. Raises ValueError for a temperature that is not positive and, on CPUs, for targets outside the vocabulary.
+    products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Beside the first ``KEPT_LOGITS``, only one
+    ``tile`` (tokens, entries) of logits exists at a time; the backward pass computes the others of tokens with a
+    nonzero gradient again. With a vocabulary ``shard``, ``weight`` is this worker's and the gradient of ``hidden`` is a
+    partial sum. If ``add_to``, ``[V, D]`` float32, is given, the gradient of ``weight`` is added to it instead of being
+    returned to autograd. Raises ValueError for a temperature that is not positive and, on CPUs, for targets outside the
+    vocabulary.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
