@@ -8,7 +8,7 @@ or 100 ms per call, or 10 ms with a heavy tail (2 % of the calls 300 ms). ``over
 four run in turns. ``concurrent``: 1,000 open episodes whose environments wait 1 s per call: memory and lost episodes.
 ``tail``: tokens generated per second of single responses whose lengths have a heavy tail (Pareto, exponent 1.2, from 20
 to 1,000 tokens), 8 prompts with 16 responses and 64 slots, with and without ``env.partial_tokens``, in turns.
-``rewards``: seconds of a step of GRPO with 128 responses of 20 to 300 tokens whose verification takes 40 ms in one of
+``rewards``: seconds of a step of GRPO with 128 responses of up to 300 tokens whose verification takes 40 ms in one of
 two processes: after the rollout (``reward.fn``) or during it (``SingleReply``), in turns.
 """
 
@@ -125,7 +125,7 @@ def wide_model(folder: Path) -> list[str]:
 
 
 def rewards(folder: Path, rounds: int) -> None:
-    words = [*wide_model(folder), "ppo.gen.max_new_tokens=300", "ppo.gen.min_new_tokens=20"]
+    words = [*wide_model(folder), "ppo.gen.max_new_tokens=300"]
     file = folder / "env.py"
     modes = {
         "after": [f"reward.fn={file}:slow_score", "reward.processes=2"],

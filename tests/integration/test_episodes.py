@@ -212,6 +212,10 @@ PROBLEMS: dict[str, Sequence[str]] = {
     r"env.cls='.*nothing.py:Env': no such file": ["env.cls=/nothing.py:Env"],
     r"does not define 'Gess'.*": [f"env.cls={GAME}:Gess"],
     r"rewards come from the environment": [f"env.cls={GAME}:GuessNumber", "reward.fn=code"],
+    r"SingleReply loads its function later": [
+        "env.cls=realhf.environments.single_reply:SingleReply",
+        "env.sandbox=True",
+    ],
     r"ppo.overlong_buffer is for single responses": [f"env.cls={GAME}:GuessNumber", "ppo.overlong_buffer=2"],
 }
 

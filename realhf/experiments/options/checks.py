@@ -103,6 +103,8 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str
         (env.tool_format in TOOL_CALL_PARSERS, f"env.tool_format={env.tool_format}: it must be one of {known}"),
         (not env.sandbox or not env.cls.startswith("realhf.environments.agents"),
          "env.sandbox=True has no network, and agents need one: isolate the program yourself, as in a container"),
+        (not env.sandbox or not env.cls.startswith("realhf.environments.single_reply"),
+         "env.sandbox=True has no files, and SingleReply loads its function later: code is isolated in any case"),
         (not (env.partial_tokens and max_staleness),
          "env.partial_tokens and max_staleness are set: a partial rollout already uses older weights"),
         (not (env.partial_tokens and ppo.dynamic_sampling),
