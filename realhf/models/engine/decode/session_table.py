@@ -90,8 +90,15 @@ class SessionTable:
                 self._homes.append(episode.home)
 
     def admit(self) -> tuple[list[Admission], list[SlotMove]]:
-        """Move waiting turns to free slots; return what to compute, equal first turns side by side, and copies."""
+        """Move waiting turns to free slots; return what to compute, equal first turns side by side, and copies.
+
+        Turns wait until an eighth of the slots is free, or enough for all of them: an admission takes a pass.
+        """
         turns: list[tuple[OpenEpisode, TurnInput]] = []
+        n_free, n_waiting = self.n_slots - self.n_live, len(self._resumed) + min(len(self._new), len(self._homes))
+        if n_free * 8 < self.n_slots and n_free < n_waiting:
+            self._n_admitted = 0
+            return [], []
         while self.n_live + len(turns) < self.n_slots and (self._resumed or (self._new and self._homes)):
             turn = self._resumed.popleft() if self._resumed else self._new.popleft()
             episode = self._open.get(turn.key)
