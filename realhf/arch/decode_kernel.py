@@ -1,15 +1,22 @@
-"""Which sublayers of a model's blocks, attention and MLP, the CPU kernel of decoding computes."""
+"""What the CPU kernels compute: sublayers of a model's blocks in decoding, and heads with the gated delta rule."""
 
 from realhf.api.model_config import CLAMPED_SWIGLU, KERNEL_ACTIVATIONS, ModelConfig
 
 WIDTH = 16
 """Widths are multiples of it."""
+DELTA_WIDTH = 8
+"""The sizes of heads with the gated delta rule are multiples of it."""
 GATED_ACTIVATIONS = (CLAMPED_SWIGLU,)
 """Activations of gated MLPs that it computes beside ``KERNEL_ACTIVATIONS``, in their numbering."""
 
 
 def fits(width: int) -> bool:
     return width % WIDTH == 0
+
+
+def fits_delta(key_dim: int, value_dim: int) -> bool:
+    """Return True if kernels compute the gated delta rule of such heads, of one token per row and of packed rows."""
+    return key_dim % DELTA_WIDTH == 0 and value_dim % DELTA_WIDTH == 0
 
 
 def has_activation(config: ModelConfig) -> bool:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from realhf.ops import extension
 from realhf.ops.logprobs import (
+    KEPT_LOGITS,
     VocabShard,
     logit_slopes_,
     logit_slopes_reference_,
@@ -46,14 +47,18 @@ def all_at_once(
     st.tuples(st.integers(1, 8), st.integers(1, 31)),
     st.sampled_from([0.5, 1.0, 1.7]),
     st.sampled_from([0.0, 3.0]),
+    st.integers(0, 20),
 )
-@example(14, 5, (2, 5), 0.5, 0.0)  # a probability close to 1 whose recomputed logits differ in the last bits
+@example(14, 5, (2, 5), 0.5, 0.0, 0)  # a probability close to 1 whose recomputed logits differ in the last bits
 def test_values_and_gradients_are_exact(
-    count: int, vocab: int, tile: tuple[int, int], temperature: float, softcap: float
+    count: int, vocab: int, tile: tuple[int, int], temperature: float, softcap: float, kept: int
 ) -> None:
+    """Also where the logits of some tokens are ``kept`` for the backward pass, and others are computed again."""
     hidden, weight, targets = problem(count, vocab)
     slopes = torch.randn(count) * (torch.rand(count) < 0.6)
-    ours = packed_logprobs(hidden, weight, targets, temperature, softcap, tile=tile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KEPT_LOGITS, "cpu", kept * vocab)
+        ours = packed_logprobs(hidden, weight, targets, temperature, softcap, tile=tile)
     theirs = all_at_once(hidden, weight, targets, temperature, softcap)
     assert ours.dtype == torch.float32
     assert torch.allclose(ours, theirs, atol=1e-5)

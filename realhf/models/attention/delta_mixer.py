@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.api.model_config import GatedDelta, ModelConfig
 from realhf.api.param_box import box_shape
+from realhf.arch.decode_kernel import fits_delta
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.models.flat_params import FlatParams
 from realhf.models.low_rank import LowRank
@@ -69,7 +70,7 @@ class DeltaMixer:
 
     def _step_kernel(self, projected: Tensor, config: ModelConfig) -> Callable[..., Tensor] | None:
         delta = delta_of(config)
-        fits = config.activation == "silu" and delta.key_dim % 8 == 0 and delta.value_dim % 8 == 0
+        fits = config.activation == "silu" and fits_delta(delta.key_dim, delta.value_dim)
         fits = fits and projected.dtype == self.conv.dtype and projected.dtype in (torch.float32, torch.bfloat16)
         return extension.kernel("delta_step", projected.device.type) if fits else None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.arch.decode_kernel import fits_delta
 from realhf.ops import extension
 from realhf.ops.delta.delta_rows import DeltaRows
 
@@ -31,7 +32,7 @@ def mixed_delta_rule(
     float32; its backward pass computes states again, from one in 64 that it stores.
     """
     (key_dim, value_dim), n_values = sizes, decay.shape[1]
-    fits = mixed.dtype in (torch.float32, torch.bfloat16) and key_dim % 8 == 0 and value_dim % 8 == 0
+    fits = mixed.dtype in (torch.float32, torch.bfloat16) and fits_delta(key_dim, value_dim)
     if not fits or extension.kernel("delta_rule", mixed.device.type) is None:
         keys = (mixed.shape[1] - n_values * value_dim) // 2
         q, k, v = mixed.split((keys, keys, n_values * value_dim), 1)

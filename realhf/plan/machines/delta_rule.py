@@ -1,6 +1,7 @@
 """Arithmetic and memory of the gated delta rule (models/attention/delta_mixer.py) on one of ``tp`` ranks."""
 
 from realhf.api.model_config import ModelConfig
+from realhf.arch.decode_kernel import fits_delta
 
 CHUNK = 64
 """Tokens of a chunk, as in ops/delta."""
@@ -54,7 +55,7 @@ def saved_rule_numel(config: ModelConfig, tp: int, itemsize: int, device: str) -
 
 def has_rule_kernel(config: ModelConfig, device: str) -> bool:
     """Return True if a kernel computes the rule of packed rows (ops/delta)."""
-    return device == "cpu" and config.delta is not None and not (config.delta.key_dim % 8 or config.delta.value_dim % 8)
+    return device == "cpu" and config.delta is not None and fits_delta(config.delta.key_dim, config.delta.value_dim)
 
 
 def _mixer_numel(config: ModelConfig, tp: int) -> float:
