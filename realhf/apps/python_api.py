@@ -133,7 +133,7 @@ def _lines(rows: Any, key: str) -> str:
     """Return rows in the JSONL format. A pandas data frame is a table of rows."""
     to_dict: Callable[[str], Any] | None = getattr(rows, "to_dict", None) if hasattr(rows, "columns") else None
     try:
-        return "".join(json.dumps(dict(row), ensure_ascii=False) + "\n"
+        return "".join(json.dumps(dict(row)) + "\n"
                        for row in (to_dict("records") if to_dict else rows))  # fmt: skip
     except (TypeError, ValueError) as error:
         raise UserError(f"{key}: expected rows, an iterable of mappings of JSON types: {error}") from error

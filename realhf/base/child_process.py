@@ -3,15 +3,21 @@
 import json
 import math
 import os
+import re
 import resource
 import select
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 MAX_TRACEBACK = 4000  # characters
+MAX_DEPTH = 50
+"""Levels of lists and objects in the values of a reply."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def error_reply(error: BaseException) -> dict[str, object]:
@@ -20,7 +26,31 @@ def error_reply(error: BaseException) -> dict[str, object]:
     while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return {"error": describe(error), "traceback": text[-MAX_TRACEBACK:]}
+    return {"error": describe(error), "traceback": clean_text(text[-MAX_TRACEBACK:])}
+
+
+def clean_text(text: str) -> str:
+    """Replace surrogates, which are in texts that were decoded with errors and which no other format encodes."""
+    return SURROGATE.sub("\ufffd", text)
+
+
+def plain_value(value: object, depth: int = 0) -> Any:
+    """Return a JSON value with clean texts; TypeError or ValueError for one that not every format encodes."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        return clean_text(value)
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"an integer of {value.bit_length()} bits is too large; it may have 63")
+        return int(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): plain_value(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(one, depth + 1) for one in value]
+    raise TypeError(f"{value!r:.100} is a {type(value).__name__}, which is no JSON value")
 
 
 def take_over_streams() -> tuple[int, int]:
@@ -61,4 +91,8 @@ def send(replies: int, message: dict[str, object]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
+    try:
+        text = str(error)
+    except Exception:  # the user's own method
+        text = "it has no text, since its __str__ failed"
+    return clean_text(f"{type(error).__name__}: {text}"[:1000])

@@ -22,7 +22,7 @@ MARK = "content{}of{}message"
 REPLY = "the0reply0of0the0model"
 SPACE = " \n"
 MAX_CACHED = 4096
-"""Texts whose ids are kept: environments repeat short ones."""
+"""Texts whose ids are kept, since environments repeat short ones, and shapes of conversations."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class ChatEncoder:
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         key = json.dumps([others, list(tools), after_reply], sort_keys=True)
         if key not in self._shapes:
+            if len(self._shapes) == MAX_CACHED:
+                del self._shapes[next(iter(self._shapes))]
             self._shapes[key] = self._new_shape(messages, tools, after_reply)
         return self._shapes[key]
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from realhf.base.child_process import clean_text, plain_value
 from realhf.base.errors import UserError
 from realhf.environments.types import Reply, Turn
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MODEL = "policy"
+MAX_INT = 2**31 - 1
 UNSUPPORTED = {"n": 1, "best_of": 1, "echo": False, "logit_bias": {}, "stop": [], "response_format": {"type": "text"}}
 """Parameters of requests, and the only value they may have; sampling has the options of the run."""
 TOO_LONG = {"message": "the episode has reached its limit of turns or tokens", "type": "invalid_request_error",
@@ -42,7 +44,8 @@ class PendingRequest:
 
     @property
     def max_tokens(self) -> int | None:
-        return self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+        limit = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
+        return min(limit, MAX_INT) if limit else None
 
 
 class AgentEndpoint:
@@ -168,7 +171,7 @@ def make_app(endpoints: Mapping[str, AgentEndpoint]) -> "FastAPI":
         try:
             body = json.loads(await request.body())
             result = await until_disconnect(request, endpoint.complete(body, is_chat))
-        except (InvalidRequest, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             problem = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
             return JSONResponse({"error": problem}, 400)
         if "error" in result:
@@ -216,13 +219,15 @@ def check_request(body: Any, is_chat: bool) -> None:
     for key, only in UNSUPPORTED.items():
         if body.get(key) not in (None, only):
             raise InvalidRequest(f"{key}={body[key]!r:.80} is not supported; it must be {only!r}")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise InvalidRequest("stream_options must be an object")
     for key in ("max_tokens", "max_completion_tokens"):
         limit = body.get(key)
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise InvalidRequest(f"{key} is {limit!r:.80}; it must be an integer >= 1")
     if not is_chat:
         prompt = body.get("prompt")
-        if not isinstance(prompt, list) or not prompt or not all(type(t) is int and t >= 0 for t in prompt):
+        if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t <= MAX_INT for t in prompt):
             raise InvalidRequest("prompt must be a list of token ids; use chat/completions for texts")
         return
     messages = body.get("messages")
@@ -230,7 +235,8 @@ def check_request(body: Any, is_chat: bool) -> None:
         raise InvalidRequest("messages must be a list with at least one message")
     for message in messages:
         plain_message(message)
-    tools = body.get("tools")
+    plain_value(messages)
+    tools = plain_value(body.get("tools"))
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InvalidRequest("tools must be a list of objects")
 
@@ -272,7 +278,7 @@ def response(request: PendingRequest, message: Json, reply: Reply, name: str) ->
     calls = "tool_calls" in message
     n, n_prompt = len(reply.tokens), reply.n_prompt_tokens
     usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
-    model = request.body.get("model") or MODEL
+    model = clean_text(str(request.body.get("model") or MODEL))
     whole: Json = {"id": name, "created": int(time.time()), "model": model, "usage": usage}
     if request.tokens is not None:
         logprobs = {"tokens": texts, "token_logprobs": reply.logprobs, "top_logprobs": None, "text_offset": []}

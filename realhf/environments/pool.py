@@ -130,13 +130,19 @@ class _EnvWorker:
         return min((one.started + self.options.timeout for one in self.running.values()), default=float("inf"))
 
     def send(self) -> None:
-        """Send requests up to the capacity; EOFError if the process has ended."""
-        capacity = 1 if self.serial else self.capacity
+        """Send requests up to the capacity, those of an episode in turn; EOFError if the process has ended."""
+        capacity, kept = 1 if self.serial else self.capacity, deque[_EnvRequest]()
+        busy = {one.episode for one in self.running.values()}
         while self.waiting and len(self.running) < capacity:
             request = self.waiting.popleft()
+            if request.episode in busy:
+                kept.append(request)
+                continue
+            busy.add(request.episode)
             request.started = time.monotonic()
             self.running[request.number] = request
             self._unsent += request.line
+        self.waiting = kept + self.waiting
         while self._unsent:
             try:
                 self._unsent = self._unsent[os.write(self.fds[0], self._unsent[: 1 << 16]) :]
@@ -187,6 +193,7 @@ class EnvPool:
         self._workers = [_EnvWorker(options) for _ in range(options.workers)]
         self._worker_of: dict[int, _EnvWorker] = {}
         self._lost: dict[int, EnvFailure] = {}
+        self._failed_requests: dict[int, tuple[list[PastRequest], _EnvRequest]] = {}
         self._number = 0
         self._n_episodes = 0
 
@@ -203,7 +210,7 @@ class EnvPool:
     def reset(self, episode: int, row: Json, seed: int) -> None:
         """Start an episode in the process with the fewest."""
         self._place(episode)
-        self._submit(episode, "reset", {"row": row, "seed": seed})
+        self._submit(episode, "reset", {"row": json.dumps(row), "seed": seed})
 
     def _place(self, episode: int) -> _EnvWorker:
         worker = min(self._workers, key=lambda one: len(one.history))
@@ -224,6 +231,12 @@ class EnvPool:
             worker.history[episode].append((request, one.turn))
             worker.waiting.append(replace(request, expected=one.turn))
 
+    def retry(self, episode: int) -> None:
+        """Play an episode that has failed again up to where it was, and repeat the request that has failed."""
+        history, request = self._failed_requests.pop(episode)
+        self.restore(episode, history)
+        self._submit(episode, request.op, request.fields)
+
     def step(self, episode: int, reply: Reply) -> None:
         self._submit(episode, "step", {"reply": reply_to_json(reply)})
 
@@ -239,6 +252,7 @@ class EnvPool:
         """Close an episode's environment, without waiting."""
         worker = self._worker_of.pop(episode, None)
         self._lost.pop(episode, None)
+        self._failed_requests.pop(episode, None)
         if worker is not None and worker.history.pop(episode, None) is not None and worker.process is not None:
             self._number += 1
             worker.waiting.append(_EnvRequest(self._number, episode, "close", {}))
@@ -247,8 +261,8 @@ class EnvPool:
         """Return the answers that have arrived; wait up to ``wait_s`` seconds for one."""
         until, answers = time.monotonic() + wait_s, list[EnvAnswer]()
         while True:
-            for episode in [one for one in self._lost if self._waits(one)]:
-                answers.append(self._fail(episode, self._lost.pop(episode)))
+            for request in filter(None, map(self._waiting, [*self._lost])):
+                answers.append(self._fail(request, self._lost.pop(request.episode)))
             for worker in self._workers:
                 answers += self._serve(worker)
             now = time.monotonic()
@@ -256,9 +270,9 @@ class EnvPool:
                 return answers
             self._wait(min(until, *(worker.deadline for worker in self._workers)) - now)
 
-    def _waits(self, episode: int) -> bool:
-        worker = self._worker_of[episode]
-        return any(one.episode == episode and one.expected is None for one in worker.waiting)
+    def _waiting(self, episode: int) -> _EnvRequest | None:
+        waiting = self._worker_of[episode].waiting
+        return next((one for one in waiting if one.episode == episode and one.expected is None), None)
 
     def _wait(self, seconds: float) -> None:
         poll = select.poll()
@@ -281,7 +295,7 @@ class EnvPool:
             worker.send()
         except EOFError:
             return answers + self._ended(worker, DIED, "")
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             return answers + self._ended(
                 worker, DIED, f"the environment's process sent an invalid reply: {error!r:.200}"
             )
@@ -303,7 +317,7 @@ class EnvPool:
         if request.op == "close" or request.episode not in worker.history:
             return []
         if request.expected is None and request.episode in self._lost:
-            return [self._fail(request.episode, self._lost.pop(request.episode))]
+            return [self._fail(request, self._lost.pop(request.episode))]
         if "error" in message:
             failure = EnvFailure(ERROR, message["error"], message.get("traceback", ""))
             return self._failed(request, failure)
@@ -320,14 +334,15 @@ class EnvPool:
     def _failed(self, request: _EnvRequest, failure: EnvFailure) -> list[EnvAnswer]:
         """Fail an episode now, or if a request was played again, at its next request: the caller expects no answer."""
         if request.expected is None:
-            return [self._fail(request.episode, failure)]
+            return [self._fail(request, failure)]
         worker = self._worker_of[request.episode]
-        worker.history[request.episode] = []
         worker.waiting = deque(one for one in worker.waiting if one.episode != request.episode or one.expected is None)
         self._lost[request.episode] = failure
         return []
 
-    def _fail(self, episode: int, failure: EnvFailure) -> EnvAnswer:
+    def _fail(self, request: _EnvRequest, failure: EnvFailure) -> EnvAnswer:
+        episode = request.episode
+        self._failed_requests[episode] = self.history(episode), request
         worker = self._worker_of.pop(episode)
         worker.history.pop(episode)
         worker.waiting = deque(one for one in worker.waiting if one.episode != episode)
@@ -365,8 +380,8 @@ class EnvPool:
         return answers
 
     def _replays(self, worker: _EnvWorker) -> Iterator[_EnvRequest]:
-        for history in worker.history.values():
-            for request, turn in history:
+        for episode, history in worker.history.items():
+            for request, turn in history if episode not in self._lost else ():
                 self._number += 1
                 yield _EnvRequest(self._number, request.episode, request.op, request.fields, turn)
 

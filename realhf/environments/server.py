@@ -102,7 +102,7 @@ class EnvServer:
         match request["op"]:
             case "reset":
                 environment = self._environments[episode] = self._make(**self._options)
-                result = environment.reset(request["row"], request["seed"])
+                result = environment.reset(json.loads(request["row"]), request["seed"])
             case "step":
                 result = self._environments[episode].step(self._with_calls(reply_of(request["reply"])))
             case "truncate":

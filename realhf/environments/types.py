@@ -4,8 +4,10 @@ import json
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from realhf.base.child_process import plain_value
 
 MAX_TURN_BYTES = 1 << 24
 """Limit of one observation, as JSON."""
@@ -101,8 +103,9 @@ def turn_to_json(value: object) -> dict[str, Any]:
         raise ValueError("a Turn with whole=True has no messages and no tokens")
     if value.max_tokens is not None and (not isinstance(value.max_tokens, int) or value.max_tokens < 1):
         raise ValueError(f"Turn.max_tokens is {value.max_tokens!r:.100}; it must be an integer >= 1")
-    fields = {**asdict(value), "reward": float(value.reward), "done": bool(value.done)}
-    fields["info"] = {str(k): float(v) for k, v in value.info.items() if isinstance(v, numbers.Real | bool)}
+    info = {str(k): float(v) for k, v in value.info.items() if isinstance(v, numbers.Real | bool)}
+    known = {"reward": float(value.reward), "done": bool(value.done), "info": info}
+    fields: dict[str, Any] = plain_value({**vars(value), **known})
     size = len(json.dumps(fields))
     if size > MAX_TURN_BYTES:
         raise ValueError(f"the Turn has {size} bytes, more than {MAX_TURN_BYTES}")

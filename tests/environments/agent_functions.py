@@ -19,6 +19,10 @@ INVALID = [
     b'{"messages": [{"role": "user", "content": "x"}], "tools": 5}',
     b'{"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}',
     b'{"messages": [{"role": "user", "content": "\xff"}]}', b'{"messages": [[[[[', b"\x00" * 1000,
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"a":' * 99 + b"1" + b"}" * 99 + b"]}",
+    b"[" * 100_000,
+    b'{"messages": [{"role": "user", "content": "x", "a": 1e99, "b": 1' + b"0" * 30 + b"}]}",
+    b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "stream_options": 5}',
 ]  # fmt: skip
 
 
@@ -32,14 +36,17 @@ async def invalid(row, base_url):
         for body in INVALID:
             response = await http.post(f"{base_url}/chat/completions", content=body)
             assert response.status_code == 400 and response.json()["error"]["message"], (body, response.text)
-        for prompt in ("text", [], [-1], [1.5], [True], None, [["a"]]):
+        for prompt in ("text", [], [-1], [1.5], [True], None, [["a"]], [10**30]):
             response = await http.post(f"{base_url}/completions", json={"prompt": prompt})
             assert response.status_code == 400, prompt
         other = base_url.replace(base_url.split("/")[-2], "0" * 16)
         assert (await http.post(f"{other}/chat/completions", json={"messages": [USER]})).status_code == 404
         assert (await http.get(f"{base_url}/nothing")).status_code == 404
+        odd = {"model": "\ud800", "messages": [{"role": "user", "content": "hello \udfff"}], "max_tokens": 10**30}
+        response = await http.post(f"{base_url}/chat/completions", content=json.dumps(odd))
+        assert response.status_code == 200 and response.json()["model"] == "\ufffd", response.text
     choice = (await client(base_url).chat.completions.create(model="m", messages=[USER])).choices[0]
-    return float(choice.message.content == "reply 0")
+    return float(choice.message.content == "reply 1")
 
 
 async def everything(row, base_url):

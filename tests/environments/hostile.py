@@ -10,6 +10,11 @@ import time
 from realhf.environments import Reply, Turn
 
 
+class OddError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("this error has no text")
+
+
 class Counter:
     """Answers with the number of replies; ends after ``row["turns"]`` of them."""
 
@@ -86,6 +91,17 @@ class Broken(Counter):
                 sys.exit(0)
             case "reads stdin":
                 sys.stdin.read()
+            case "odd error":
+                raise OddError
+            case "odd text of an error":
+                raise ValueError("\udcff\ud800")
+            case "surrogates":
+                return Turn(text="\udcff", info={"\ud800": 1.0})
+            case "deep":
+                deep: list = []
+                for _ in range(900):
+                    deep = [deep]
+                return Turn(messages=[{"role": "user", "content": "x", "deep": deep}])
             case "special tokens":
                 return Turn(text="</s><s><|im_end|>", reward=1.0, done=True)
         return super().step(reply)
@@ -96,6 +112,10 @@ class Broken(Counter):
 
 
 class Async(Counter):
+    async def reset(self, row: dict, seed: int) -> Turn:  # type: ignore[override]
+        await asyncio.sleep(row.get("seconds", 0.0))
+        return super().reset(row, seed)
+
     async def step(self, reply: Reply) -> Turn:  # type: ignore[override]
         await asyncio.sleep(self.row.get("seconds", 0.0))
         if self.row.get("fault") == "crash":

@@ -72,8 +72,21 @@ FAULTS = {
     "wrong types": ("error", "must be"),
     "exit": ("error", "SystemExit"),
     "network": ("error", "ConnectionRefusedError"),
+    "odd error": ("error", "OddError: it has no text"),
+    "odd text of an error": ("error", "ValueError: \ufffd\ufffd"),
+    "deep": ("error", "nested"),
 }
-HARMLESS = ("fork", "forked copies", "never done", "prints", "reads stdin", "special tokens", "slow close", "")
+HARMLESS = (
+    "fork",
+    "forked copies",
+    "never done",
+    "prints",
+    "reads stdin",
+    "special tokens",
+    "slow close",
+    "surrogates",
+    "",
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -127,10 +140,11 @@ def test_a_sandbox_forbids(fault: str, pools: list[EnvPool]) -> None:
     assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
 
 
-def test_an_episode_goes_on_in_another_pool(pools: list[EnvPool]) -> None:
-    """Its requests are played again; if one of them fails or differs, its next request fails."""
+@pytest.mark.parametrize("cls", ["Counter", "Async"])
+def test_an_episode_goes_on_in_another_pool(cls: str, pools: list[EnvPool]) -> None:
+    """Its requests are played again, in turn; if one of them fails or differs, its next request fails."""
     rows = [{"name": "a", "turns": 4}, {"name": "b", "turns": 4}]
-    first = pool_of(pools, "Counter", timeout=20.0)
+    first = pool_of(pools, cls, timeout=20.0)
     histories = []
     for number, row in enumerate(rows):
         first.reset(number, row, 0)
@@ -140,7 +154,7 @@ def test_an_episode_goes_on_in_another_pool(pools: list[EnvPool]) -> None:
         histories.append(first.history(number))
     assert [[one.op for one in history] for history in histories] == [["reset", "step"]] * 2
     for fault, problem in ((None, ""), ("a", "this environment is broken")):
-        second = pool_of(pools, "Counter", timeout=20.0, **({"fault": fault} if fault else {}))
+        second = pool_of(pools, cls, timeout=20.0, **({"fault": fault} if fault else {}))
         for number, history in enumerate(histories):
             second.restore(number, history)
             second.step(number, Reply("y", [1]))

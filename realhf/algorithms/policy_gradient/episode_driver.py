@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import msgspec
 
 from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeGroup
 from realhf.api.config import EnvConfig, GenerationConfig
+from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
 from realhf.data.chat import ChatEncoder
 from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput, TurnRequest
@@ -128,11 +130,18 @@ class EpisodeDriver:
     def _reset(self, one: _OpenEpisode) -> None:
         prompt, sample = one.episode.key
         parts = ("environment", self._options.seed, prompt, *([sample] if self._options.env.seed_per_sample else []))
-        self._pool.reset(one.number, one.group.row, stable_seed(*parts))
+        self._pool.reset(one.number, json.loads(one.group.row), stable_seed(*parts))
 
     def _play_again(self, one: _OpenEpisode, request: TurnRequest) -> None:
-        """Start an episode again that has failed; with a deterministic environment it is the same."""
+        """Start an episode again that has failed; with a deterministic environment it is the same.
+
+        Of an episode that began with older weights, only the environment is played again.
+        """
         failed = one.episode
+        if failed.history:
+            failed.retries += 1
+            self._pool.retry(one.number)
+            return
         one.episode = Episode(failed.key, seconds=failed.seconds, retries=failed.retries + 1)
         one.group.episodes[one.group.episodes.index(failed)] = one.episode
         self._close(one, request)
@@ -167,8 +176,8 @@ class EpisodeDriver:
             episode.truncated = one.is_truncated
             self._end(one, request)
             return
-        tokens = self._tokens(one, result)
-        if problem := self._problem(one, tokens):
+        tokens, problem = self._next_tokens(one, result)
+        if problem:
             episode.failure = f"error: {problem}"
             self._end(one, request)
             return
@@ -218,10 +227,6 @@ class EpisodeDriver:
 
     def _pause(self, one: _OpenEpisode, request: TurnRequest) -> None:
         one.episode.history = self._pool.history(one.number)
-        if not one.episode.history:  # lost, while the model replied
-            one.episode.failure = "died: its environment could not be played again"
-            self._end(one, request)
-            return
         self.paused[one.episode.key] = one.number
         self._release(one, request)
 
@@ -238,6 +243,16 @@ class EpisodeDriver:
     def _release(self, one: _OpenEpisode, request: TurnRequest) -> None:
         self._close(one, request)
         del self._by_number[one.number], self._by_key[one.episode.key]
+
+    def _next_tokens(self, one: _OpenEpisode, turn: Turn) -> tuple[list[int], str]:
+        """Return the tokens of a turn, and what is wrong with it, such as messages that the chat template refuses."""
+        try:
+            tokens = self._tokens(one, turn)
+        except UserError as error:
+            if self._tokenizer.chat_template is None:
+                raise
+            return [], str(error)
+        return tokens, self._problem(one, tokens)
 
     def _tokens(self, one: _OpenEpisode, turn: Turn) -> list[int]:
         """Return the tokens between the last reply, or the start, and the next reply; at least one at the start.

@@ -178,15 +178,15 @@ class Episode:
 
 @dataclass
 class EpisodeGroup:
-    """The episodes of a prompt, with its tokens and its row of the data set."""
+    """The episodes of a prompt, with its tokens and its row of the data set, as JSON: its numbers may have any size."""
 
     prompt: int
     tokens: list[int]
-    row: dict[str, Any]
+    row: str
     episodes: list[Episode]
 
     @staticmethod
-    def new(prompt: int, tokens: list[int], row: dict[str, Any], n: int) -> EpisodeGroup:
+    def new(prompt: int, tokens: list[int], row: str, n: int) -> EpisodeGroup:
         return EpisodeGroup(prompt, tokens, row, [Episode((prompt, sample)) for sample in range(n)])
 
     @property

@@ -1,6 +1,5 @@
 """The interfaces of multi-turn rollouts: episodes with environments, and their rewards."""
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ class EpisodeRollout:
         for row, *values in zip(batch.ids, *(batch.columns[key].rows() for key in keys), strict=True):
             tokens, fields, *carried = (value.cpu().numpy() for value in values)
             chain = msgspec.msgpack.decode(carried[0].tobytes(), type=list[EpisodeGroup]) if carried else []
-            new = EpisodeGroup.new(row.prompt, tokens.tolist(), json.loads(fields.tobytes()), self.config.n)
+            new = EpisodeGroup.new(row.prompt, tokens.tolist(), fields.tobytes().decode(), self.config.n)
             chains.append([*chain, new])
         return chains
 

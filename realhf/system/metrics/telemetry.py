@@ -212,7 +212,7 @@ class Telemetry:
         path = self.run.paths.generations(step)
         path.parent.mkdir(exist_ok=True)
         samples = [row for (_, sample), row in sorted(rows.items()) if sample >= 0]
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # surrogates as JSON escapes
             for row in samples if limit < 0 else samples[:limit]:
                 row.setdefault("fields", rows.get((row["prompt_id"], -1), {}).get("fields"))
                 ordered = {key: row[key] for key in sorted(row, key=_column_order)}

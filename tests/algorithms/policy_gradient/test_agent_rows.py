@@ -79,7 +79,7 @@ def test_every_reply_is_trained_once_in_its_context(requests: list[tuple[int, in
         found += [(row.tokens[:start], row.tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
     assert sorted(found) == sorted(contexts)
     assert episode.score(1.0) == sum(n for n in range(len(requests)) if n % 2)
-    batch = episode_rows([(3, EpisodeGroup(3, [], {}, [episode]))], 4, 1.0, torch.device("cpu"))
+    batch = episode_rows([(3, EpisodeGroup(3, [], "{}", [episode]))], 4, 1.0, torch.device("cpu"))
     assert len(set(batch.ids)) == len(batch) == len(episode.rows) and {row.sample % 4 for row in batch.ids} == {1}
     assert float(batch["turn_rewards"].sum()) == episode.score(1.0) and int(batch["truncated"].sum()) == 1
     assert episode_stats([episode])["drifted"] == (0.0, float(sum(len(reply) for _, reply in contexts)))

@@ -1,5 +1,7 @@
 """Episodes between scripted replies and real environment processes: tokens, masks, rewards, ends, failures."""
 
+import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +51,10 @@ class Env:
 """
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=character_tokenizer(), eos_token=EOS, pad_token=PAD)
 STOP = TOKENIZER.eos_token_id
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'refused' %}{{- raise_exception('no such role') }}{%- endif %}
+    {{- message.content + '=' }}
+{%- endfor %}"""
 Row = dict[str, object]
 
 
@@ -63,12 +69,13 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
     file.write_text(ENVIRONMENT)
     pools: list[EnvPool] = []
 
-    def run(rows: list[Row], n: int = 1, max_len: int = 60, n_open: int = 2, **options: int) -> list[Episode]:
+    def run(rows: list[Row], n: int = 1, max_len: int = 60, n_open: int = 2,
+            tokenizer: PreTrainedTokenizerFast = TOKENIZER, **options: int) -> list[Episode]:  # fmt: skip
         pools.append(EnvPool(EnvOptions(f"{file}:Env")))
-        groups = [EpisodeGroup.new(7 * i, ids("1+1="), row, n) for i, row in enumerate(rows)]
+        groups = [EpisodeGroup.new(7 * i, ids("1+1="), json.dumps(row), n) for i, row in enumerate(rows)]
         gen = GenerationConfig(max_new_tokens=4)
         limits = RolloutOptions(EnvConfig(**options), gen, 3, max_len, n_open)
-        driver = EpisodeDriver(pools[-1], TOKENIZER, groups, limits)
+        driver = EpisodeDriver(pools[-1], tokenizer, groups, limits)
         waiting: list[TurnInput] = []
         counts: dict[EpisodeKey, int] = {}
         outputs: list[TurnOutput] = []
@@ -105,7 +112,7 @@ def test_tokens_masks_and_rewards(play: Callable[..., list[Episode]]) -> None:
 def test_columns_and_statistics(play: Callable[..., list[Episode]]) -> None:
     last = {"reward": 1.0, "done": True, "info": {"right": True}}
     episodes = play([{"turns": [{"text": "+", "reward": 0.5}, last]}, {"turns": ["raise"]}], n=2)
-    groups = [(one.key[0], EpisodeGroup(one.key[0], [], {}, [one])) for one in episodes]
+    groups = [(one.key[0], EpisodeGroup(one.key[0], [], "{}", [one])) for one in episodes]
     batch = episode_rows(groups, 2, 1.0, torch.device("cpu"))
     assert [(i.prompt, i.sample) for i in batch.ids] == [(0, 0), (0, 1), (7, 0), (7, 1)]
     assert batch["scores"].tolist()[:2] == [1.5, 1.5] and batch["scores"][2:].isnan().all()
@@ -114,6 +121,32 @@ def test_columns_and_statistics(play: Callable[..., list[Episode]]) -> None:
     stats = episode_stats(episodes)
     assert stats["failed"] == (2.0, 4.0) and stats["turns"] == (4.0, 2.0) and stats["info_right"] == (2.0, 2.0)
     assert "ValueError: no more turns" in episodes[2].failure
+
+
+def test_values_of_rows_and_turns_may_be_odd(play: Callable[..., list[Episode]]) -> None:
+    """A row has numbers of any size; no text, number or message of an environment ends the run."""
+    odd: list[dict[str, object]] = [{"text": "\ud8001"}, {"messages": [{"role": "user", "content": "\udfff"}]}]
+    bad: list[dict[str, object]] = [
+        {"messages": [{"role": "refused", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x", "number": 10**30}]},
+        {"tools": [nested(60)]},
+        {"max_tokens": 10**30},
+        {"tokens": [10**30]},
+        {"tokens": [10**9]},
+    ]
+    last = {"done": True, "reward": 1.0}
+    rows = [{"turns": [turn, last], "number": 10**30, "name": "\udc00"} for turn in (*odd, *bad)]
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+    episodes = play(rows, tokenizer=tokenizer)
+    assert [bool(one.failure) for one in episodes] == [False] * len(odd) + [True] * len(bad)
+    problems = ["no such role", "100 bits", "nested", "100 bits", "100 bits", "the vocabulary has"]
+    for episode, problem in zip(episodes[len(odd) :], problems, strict=True):
+        assert problem in episode.failure and episode.n_turns == 1, episode.failure
+
+
+def nested(depth: int) -> dict[str, object]:
+    return {"of": nested(depth - 1)} if depth else {}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +202,7 @@ def test_seeds_are_of_the_prompt_or_of_the_sample(tmp_path: Path) -> None:
     found = {}
     for per_sample in (False, True):
         pool = EnvPool(EnvOptions(f"{file}:Env"))
-        groups = [EpisodeGroup.new(i, [5], {}, 3) for i in range(2)]
+        groups = [EpisodeGroup.new(i, [5], "{}", 3) for i in range(2)]
         options = RolloutOptions(EnvConfig(seed_per_sample=per_sample), GenerationConfig(), 1, 9, 9)
         driver = EpisodeDriver(pool, TOKENIZER, groups, options)
         while not driver.next([], True).done:

@@ -237,7 +237,7 @@ def test_parts_of_a_row_are_merged_into_one_line(run: RunSpec) -> None:
         {"prompt_id": 4, "sample": -1, "fields": {"query_id": "q4"}},
         {"prompt_id": 4, "sample": 1, **text},
         {"prompt_id": 2, "sample": 0, **text, "truncated": 0},
-        {"prompt_id": 5, "sample": 0, "score_1": 2.0, "fields": {"id": 5}},
+        {"prompt_id": 5, "sample": 0, "score_1": 2.0, "fields": {"id": 10**30, "odd": "\ud800"}},
     ]
     telemetry = Telemetry(run, Watcher(), [])
     telemetry.generations(3, parts, limit=-1)
@@ -248,7 +248,12 @@ def test_parts_of_a_row_are_merged_into_one_line(run: RunSpec) -> None:
         {"prompt_id": 2, "sample": 0, **text, "truncated": 0, "fields": None},
         {"prompt_id": 4, "sample": 0, "rewards": 1.0, "fields": {"query_id": "q4"}},
         {"prompt_id": 4, "sample": 1, "rewards": -1.0, **text, "fields": {"query_id": "q4"}},
-        {"prompt_id": 5, "sample": 0, "score_1": 2.0, "fields": {"id": 5}},  # a row of its own for every response
+        {
+            "prompt_id": 5,
+            "sample": 0,
+            "score_1": 2.0,
+            "fields": {"id": 10**30, "odd": "\ud800"},
+        },  # a row of its own for every response
     ]
     assert lines(run.paths.generations(4)) == rows[:2]
 
