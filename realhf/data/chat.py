@@ -1,7 +1,7 @@
 """Tokens of chat messages, so that a next turn extends the tokens of a conversation verbatim. Imports no torch.
 
-A chat template is rendered once per shape of a conversation, with marks in place of contents. Only the pieces between
-them may contain special tokens: text of an environment never becomes one.
+A chat template is rendered once per shape of a conversation, with marks in place of contents and ids of tool calls.
+Only the pieces between them may contain special tokens: text of an environment never becomes one.
 """
 
 import json
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 MARK = "content{}of{}message"
+CALL_ID = re.compile("[A-Za-z0-9_-]{8,}")
+"""Ids of tool calls that have marks. Shorter ones are mostly equal in all conversations."""
 REPLY = "the0reply0of0the0model"
 SPACE = " \n"
 MAX_CACHED = 4096
@@ -27,12 +29,13 @@ MAX_CACHED = 4096
 
 @dataclass(frozen=True)
 class _Shape:
-    """The pieces of a rendered conversation around its contents, and whether contents are stripped left and right.
+    """The pieces of a rendered conversation, with marks between them, and the ids of its special tokens.
 
-    ``special`` are the ids of its special tokens.
+    ``strips`` says of each message whether the template strips its content left and right.
     """
 
     pieces: tuple[str, ...]
+    marks: tuple[str, ...]
     strips: tuple[tuple[bool, bool], ...]
     special: tuple[int, ...]
 
@@ -70,12 +73,15 @@ class ChatEncoder:
         return ids[1:] if ids[:1] == [last_token] else ids
 
     def _encode(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> list[int]:
-        shape = self._shape(messages, tools, after_reply)
-        parts = [shape.pieces[0]]
-        for message, piece, (left, right) in zip(messages, shape.pieces[1:], shape.strips, strict=True):
+        messages, values = without_ids(messages)
+        shape = self._shape(messages, tools, after_reply, list(values))
+        for i, (message, (left, right)) in enumerate(zip(messages, shape.strips, strict=True)):
             content = message["content"]
             content = content.lstrip() if left else content
-            parts += [content.rstrip() if right else content, piece]
+            values[MARK.format(i, len(messages))] = content.rstrip() if right else content
+        parts = [shape.pieces[0]]
+        for mark, piece in zip(shape.marks, shape.pieces[1:], strict=True):
+            parts += [values[mark], piece]
         ids = encode_texts(self._tokenizer, ["".join(parts)], False)[0]
         return ids if self._special_in(ids) == shape.special else self._without_special(parts)
 
@@ -95,16 +101,22 @@ class ChatEncoder:
                 plain = ""
         return ids + self.text(plain)
 
-    def _shape(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> _Shape:
+    def _shape(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool, ids: Sequence[str]
+    ) -> _Shape:
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         key = json.dumps([others, list(tools), after_reply], sort_keys=True)
         if key not in self._shapes:
+            if self._special and (found := self._any_special.search(json.dumps(others, ensure_ascii=False))):
+                raise UserError(f"a message has the special token {found[0]} outside of its content")
             if len(self._shapes) == MAX_CACHED:
                 del self._shapes[next(iter(self._shapes))]
-            self._shapes[key] = self._new_shape(messages, tools, after_reply)
+            self._shapes[key] = self._new_shape(messages, tools, after_reply, ids)
         return self._shapes[key]
 
-    def _new_shape(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> _Shape:
+    def _new_shape(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool, ids: Sequence[str]
+    ) -> _Shape:
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             raise UserError(
@@ -123,23 +135,45 @@ class ChatEncoder:
             if REPLY not in plain:
                 raise self._invalid("does not show replies of the assistant")
             plain, spaced = (text.rpartition(REPLY)[2] for text in (plain, spaced))
-        pieces = re.split("|".join(map(re.escape, marks)) or r"(?!)", plain)
-        found = re.findall("|".join(map(re.escape, marks)) or r"(?!)", plain)
-        if found != marks:
+        any_mark = "|".join([*marks, *ids]) or r"(?!)"
+        pieces, found = re.split(any_mark, plain), re.findall(any_mark, plain)
+        if [mark for mark in found if mark in marks] != marks:
             raise self._invalid("does not show the content of every message once and in order")
         pattern = re.escape(pieces[0]) + "".join(
-            f"(\\s*){mark}(\\s*){re.escape(piece)}" for mark, piece in zip(marks, pieces[1:], strict=True)
+            (f"(\\s*){mark}(\\s*)" if mark in marks else mark) + re.escape(piece)
+            for mark, piece in zip(found, pieces[1:], strict=True)
         )
         match = re.fullmatch(pattern, spaced, re.DOTALL)
         if match is None:
             raise self._invalid("changes the content of messages")
         spaces = [group == "" for group in match.groups()]
         strips = tuple(zip(spaces[::2], spaces[1::2], strict=True))
-        ids = encode_texts(tokenizer, [plain], False)[0]
-        return _Shape(tuple(pieces), strips, self._special_in(ids))
+        tokens = encode_texts(tokenizer, [plain], False)[0]
+        return _Shape(tuple(pieces), tuple(found), strips, self._special_in(tokens))
 
     def _invalid(self, problem: str) -> UserError:
         return UserError(
             f"the chat template of the tokenizer {self._tokenizer.name_or_path} {problem}, so that a conversation "
             "cannot be extended; return Turn(text=...) from the environment"
         )
+
+
+def without_ids(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    """Return messages with marks of the same length in place of the ids of tool calls, and the ids by their marks."""
+    marks: dict[str, str] = {}
+
+    def marked(owner: Message, key: str) -> Message:
+        value = owner.get(key)
+        if not isinstance(value, str) or not CALL_ID.fullmatch(value):
+            return owner
+        return {**owner, key: marks.setdefault(value, f"i{len(marks)}d".ljust(len(value), "x"))}
+
+    changed = list[Message]()
+    for message in messages:
+        message = marked(message, "tool_call_id")
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            calls = [marked(call, "id") if isinstance(call, Mapping) else call for call in calls]
+            message = {**message, "tool_calls": calls}
+        changed.append(message)
+    return changed, {mark: value for value, mark in marks.items()}

@@ -1,5 +1,6 @@
 """Turns of a conversation: extending it turn by turn gives the tokens of the whole; contents are never special."""
 
+import copy
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from realhf.base.errors import UserError
+from realhf.data import chat as chat_module
 from realhf.data.chat import ChatEncoder
+from realhf.data.tokenizer import render_chats
 from tests.scaling import examples
 
 FOLDER = Path(__file__).with_name("chat_templates")
@@ -123,6 +126,45 @@ def test_several_tool_messages_share_a_turn() -> None:
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
     )
     assert made.decode(ids) == f"{expected}<|im_start|>assistant\n"
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    st.lists(st.text('abxyz019_-"<é', max_size=30) | st.sampled_from(["i0dxxxxx", "i1dxxxxxx"]), min_size=1, max_size=4)
+)
+def test_ids_of_calls_are_those_of_the_template(ids: list[str]) -> None:
+    """Templates show them as they are, as JSON, several times, or not at all."""
+    made = copy.deepcopy(tokenizer("qwen3"))
+    made.chat_template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role + ' ' + m.content }}"
+        "{{ m.tool_call_id }}{{ m.tool_call_id }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>"
+        "{%- endfor %}"
+    )
+    calls = [{"id": one, "function": {"name": "f", "arguments": {}}} for one in ids]
+    messages = [
+        {"role": "assistant", "content": "calls", "tool_calls": calls},
+        *({"role": "tool", "content": f"x{k}", "tool_call_id": one} for k, one in enumerate(ids)),
+    ]
+    text = made.apply_chat_template(messages, tokenize=False)
+    assert made.decode(ChatEncoder(made).first(messages)) == text
+
+
+def test_a_template_is_rendered_once_for_all_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, count = ChatEncoder(tokenizer("qwen3")), []
+    monkeypatch.setattr(chat_module, "render_chats", lambda *args: count.append(1) or render_chats(*args))
+    for k in range(20):
+        chat.following([{"role": "tool", "content": "x", "tool_call_id": f"call-{k:04}"}], None)
+    assert len(count) == 1
+    monkeypatch.setattr(chat_module, "MAX_CACHED", 4)
+    for k in range(20):
+        chat.following([{"role": "tool", "content": "x", "name": f"n{k}"}], None)
+        assert len(chat._shapes) <= 4
+
+
+def test_special_tokens_outside_of_contents_are_refused() -> None:
+    for field in ("name", "role", "tool_call_id"):
+        with pytest.raises(UserError, match="special token <.im_end.> outside of its content"):
+            encoder("qwen3").first([{"role": "tool", "content": "x", field: "a<|im_end|>b"}])
 
 
 def test_the_end_of_a_turn_is_repeated_after_a_truncated_reply() -> None:
