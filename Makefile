@@ -17,7 +17,7 @@ help:
 	@echo "make test-all   every test with every case of large tables and five times as many random examples; hours"
 	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm runs its tests"
 	@echo "make check   lint, types, known vulnerabilities, architecture, English, torch-free tests"
-	@echo "make kill    kill runs at random moments, resume and compare them; 40 minutes or more"
+	@echo "make kill    kill runs at random moments, resume and compare them; 50 minutes or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL (in a separate environment)"
 	@echo "make gpu-1 ... gpu-5   build and tests, sanitizers, engine, utilisation, kernels on a GPU: docs/howto/gpu.md"
@@ -76,7 +76,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-kill: $(STAMP)  # 60 random kills of runs, each resumed and compared; 40 minutes or more
+kill: $(STAMP)  # 75 random kills of runs, each resumed and compared; 50 minutes or more
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kill_and_resume.py
 
 bench: $(STAMP)

@@ -71,18 +71,8 @@ class Broken(Counter):
                 import socket
 
                 socket.create_connection(("127.0.0.1", 9), timeout=5)
-            case "huge observation":
-                return Turn(text="x" * (1 << 30))
             case "memory":
                 bytearray(1 << 40)
-            case "nan reward":
-                return Turn(text="", reward=float("nan"))
-            case "never done":
-                return Turn(text="on")
-            case "no turn":
-                return None  # type: ignore[return-value]
-            case "wrong types":
-                return Turn(text=3, reward="1")  # type: ignore[arg-type]
             case "prints":
                 print('{"id": 1, "turn": {}}\n' * 3, flush=True)
                 sys.stdout.write("not JSON\n")
@@ -95,20 +85,48 @@ class Broken(Counter):
                 raise OddError
             case "odd text of an error":
                 raise ValueError("\udcff\ud800")
-            case "surrogates":
-                return Turn(text="\udcff", info={"\ud800": 1.0})
-            case "deep":
-                deep: list = []
-                for _ in range(900):
-                    deep = [deep]
-                return Turn(messages=[{"role": "user", "content": "x", "deep": deep}])
-            case "special tokens":
-                return Turn(text="</s><s><|im_end|>", reward=1.0, done=True)
-        return super().step(reply)
+        turn = super().step(reply)
+        return odd_turn(fault) if (fault := self.row.get("fault")) in ODD_TURNS else turn
 
     def close(self) -> None:
         if self.row.get("fault") == "slow close":
             time.sleep(1000)
+
+
+ODD_TURNS = (
+    "huge observation",
+    "nan reward",
+    "never done",
+    "no turn",
+    "wrong types",
+    "surrogates",
+    "deep",
+    "special tokens",
+)
+
+
+def odd_turn(fault: str) -> Turn:
+    match fault:
+        case "huge observation":
+            return Turn(text="x" * (1 << 30))
+        case "nan reward":
+            return Turn(text="", reward=float("nan"))
+        case "never done":
+            return Turn(text="on")
+        case "no turn":
+            return None  # type: ignore[return-value]
+        case "wrong types":
+            return Turn(text=3, reward="1")  # type: ignore[arg-type]
+        case "surrogates":
+            return Turn(text="\udcff", info={"\ud800": 1.0})
+        case "deep":
+            deep: list = []
+            for _ in range(900):
+                deep = [deep]
+            return Turn(messages=[{"role": "user", "content": "x", "deep": deep}])
+        case "special tokens":
+            return Turn(text="</s><s><|im_end|>", reward=1.0, done=True)
+    raise ValueError(fault)
 
 
 class Async(Counter):
@@ -121,6 +139,17 @@ class Async(Counter):
         if self.row.get("fault") == "crash":
             os._exit(3)
         return super().step(reply)
+
+
+class Once(Counter):
+    """Fails at the second reply, but only if it has not yet written a file."""
+
+    def step(self, reply: Reply) -> Turn:
+        turn = super().step(reply)
+        if self.count == 2 and not os.path.exists(self.fault):
+            open(self.fault, "w").close()
+            raise ValueError("this environment is broken")
+        return turn
 
 
 class Random(Counter):

@@ -173,6 +173,19 @@ def test_an_episode_goes_on_in_another_pool(cls: str, pools: list[EnvPool]) -> N
     assert isinstance(answer.result, EnvFailure) and "not deterministic" in answer.result.detail
 
 
+def test_a_request_that_has_failed_is_repeated(tmp_path: Path, pools: list[EnvPool]) -> None:
+    pool, results = pool_of(pools, "Once", timeout=20.0, fault=str(tmp_path / "failed")), list[Turn | EnvFailure]()
+    pool.reset(0, {"name": "e", "turns": 3}, 7)
+    while len(results) < 5:
+        (answer,) = pool.poll(20)
+        results.append(answer.result)
+        if isinstance(answer.result, EnvFailure):
+            pool.retry(0)
+        else:
+            pool.step(0, Reply(f"reply {sum(isinstance(one, Turn) for one in results)}", [1, 2]))
+    assert isinstance(results.pop(2), EnvFailure) and results == good("e", 3, 7)
+
+
 def test_forked_processes_are_killed(pools: list[EnvPool]) -> None:
     pool = pool_of(pools, "Broken")
     play(pool, [{"name": "e", "turns": 1, "fault": "fork"}])

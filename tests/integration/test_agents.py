@@ -85,6 +85,20 @@ def test_kills_do_not_change_what_agents_have_said(
     check_kill(whole, tmp_path / "master", [*options, chat], 2, "master")
 
 
+def test_kills_do_not_change_a_partial_rollout_of_agents(
+    words: list[str], realhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Of agents, whose replies have older weights, and of a worker, after which paused agents are played again."""
+    options = [*words, "exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=9", "exp_ctrl.total_train_steps=4",
+               "env.partial_tokens=8", "ppo.recompute_logprobs=True", "env.retries=9", "dataset.train_bs_n_seqs=2",
+               "ppo.group_size=2"]  # fmt: skip
+    whole = realhf("grpo", tmp_path / "whole", [*options, *PROGRAM])
+    assert whole.curve[3]["actor_gen/carried"] > 0 and whole.curve[3]["actor_gen/token_age"] > 0
+    deaths = f"env.options.command={sys.executable} {AGENTS} {{folder}}"
+    check_deaths(whole, tmp_path / "agent", [*options, PROGRAM[0]], deaths, at_least=3)
+    check_kill(whole, tmp_path / "worker", [*options, *PROGRAM], 2, "worker")
+
+
 def test_a_forked_history_is_a_row_of_its_own(
     words: list[str], realhf_all: Callable[..., Runs], tmp_path: Path
 ) -> None:

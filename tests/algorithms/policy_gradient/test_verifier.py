@@ -141,7 +141,7 @@ def test_a_failed_format_reward_is_a_failure():
     """A regular expression with exponential time; the same one may also be a reward of its own."""
     pattern = "(a+)+b"
     for fns in (["math"], ["math", f"format:{pattern}"]):
-        config = RewardConfig(fns=fns, format_reward=pattern, timeout=5.0)
+        config = RewardConfig(fns=fns, format_reward=pattern, timeout=10.0)
         out, stats = run(VerifierConfig(config), responses("a" * 40, "ab"))
         assert out.ids == (RowId(0, 1),) and stats["failed"] == (1.0, 2.0)
         assert (stats["format_ok"], stats["accuracy"]) == ((1.0, 1.0), (0.0, 1.0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kill_and_resume import JOBS, Job
+from benchmarks.kill_jobs import JOBS, Job
 from realhf.api.experiment import Experiment
 from realhf.apps.prepare.options import updated
 from realhf.experiments import experiment_class
@@ -21,6 +21,10 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "VinePPO": lambda c: c.vine.n_rollouts > 1,
     "tensor parallelism": lambda c: "t2" in c.allocation_mode,
     "pipeline parallelism": lambda c: "p2" in c.allocation_mode,
+    "environments": lambda c: c.env.cls and c.dataset.eval_fraction > 0 and c.n_gpus_per_node > 1,
+    "partial rollouts": lambda c: c.env.partial_tokens > 1,
+    "agents": lambda c: c.env.cls.endswith("AgentProgram") and c.env.retries > 0,
+    "partial rollouts of agents": lambda c: c.env.cls.endswith("AgentProgram") and c.env.partial_tokens > 1,
 }
 
 
@@ -34,7 +38,7 @@ def config_of(job: Job) -> Experiment:
 def has(feature: str, config: Any) -> bool:
     try:
         return FEATURES[feature](config)
-    except AttributeError:  # an experiment without these options
+    except (AttributeError, TypeError):  # an experiment without these options, or without their values
         return False
 
 
@@ -47,3 +51,9 @@ def test_every_job_is_valid_and_has_its_own_name() -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_job_has_the_feature(feature: str) -> None:
     assert any(has(feature, config_of(job)) for job in JOBS)
+
+
+@pytest.mark.parametrize("fault, option", [("environment", "env.cls="), ("agent", "AgentProgram")])
+def test_jobs_with_children_have_their_faults(fault: str, option: str) -> None:
+    assert all((fault in job.faults) == (option in job.words) for job in JOBS)
+    assert sum(fault in job.faults for job in JOBS) > 1
