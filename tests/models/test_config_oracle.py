@@ -73,7 +73,8 @@ def compare(
     rows = [row for row in tokens if len(row) in lengths]
     hidden = ours.hidden(torch.cat(rows), lengths)
     for row, logits in zip(rows, ours.logits(hidden).split(lengths), strict=True):
-        assert same(logits, fresh(folder)(row[None]).logits[0]), f"row of {len(row)} tokens"
+        expected = fresh(folder)(row[None]).logits[0]
+        assert same(logits, expected) or is_rounding(folder, row, logits, expected), f"row of {len(row)} tokens"
     if len(rows) < len(tokens):
         with pytest.raises(ValueError, match=f"a row has {len(tokens[-1])} tokens"):
             ours.hidden(tokens[-1], [len(tokens[-1])])
@@ -91,6 +92,16 @@ def compare(
             at += 1
     for mine, expected in zip(logits, found.logits, strict=True):
         assert same(mine, expected), f"continuation of {len(prompt)} tokens"
+
+
+def is_rounding(folder: Path, row: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether our log-probabilities are at most twice as far as theirs from those in float64.
+
+    The norm of a state that is almost zero makes some tokens of hybrid models that inexact.
+    """
+    exact = fresh(folder).double()(row[None]).logits[0].log_softmax(-1)
+    errors = [(logits.log_softmax(-1) - exact).abs().max() for logits in (ours, theirs)]
+    return bool(errors[0] <= 2 * errors[1])
 
 
 def is_limited(model: Transformer) -> bool:
