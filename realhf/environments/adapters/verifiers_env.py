@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import ssl
 import sys
 import types
 from collections.abc import Mapping
@@ -126,7 +127,8 @@ async def converse(endpoint: str, secret: str, messages: list[Json], tools: list
     import httpx
 
     headers = {"Authorization": f"Bearer {secret}"}
-    async with httpx.AsyncClient(headers=headers, timeout=None) as client:  # the turn has its own deadline
+    # the turn has its own deadline
+    async with httpx.AsyncClient(headers=headers, timeout=None, verify=certificates()) as client:
         while True:
             body = {"model": "policy", "messages": messages, **({"tools": tools} if tools else {})}
             response = await client.post(f"{endpoint}/chat/completions", json=body)
@@ -139,6 +141,12 @@ async def converse(endpoint: str, secret: str, messages: list[Json], tools: list
                 name, arguments = one["function"]["name"], one["function"]["arguments"]
                 content = await tool_output(call, name, arguments)
                 messages.append({"role": "tool", "tool_call_id": one["id"], "name": name, "content": content})
+
+
+@lru_cache(maxsize=1)
+def certificates() -> ssl.SSLContext:
+    """Return the context that a client would load by itself, which takes 50 ms."""
+    return ssl.create_default_context()
 
 
 async def tool_output(call: Any, name: str, arguments: str) -> Any:

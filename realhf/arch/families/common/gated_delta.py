@@ -43,6 +43,11 @@ def from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"field 'layer_types' must name {LINEAR} or {base.FULL} for {n_layers} layers, got {fields.shown(types)}"
         )
+    if base.FULL not in types:
+        raise ValueError(
+            f"fields 'layer_types', 'num_hidden_layers' and 'full_attention_interval': none of {n_layers} layers has "
+            f"{base.FULL}, without which transformers does not compute the model"
+        )
     return {"delta": delta, "delta_layers": tuple(i for i, kind in enumerate(types) if kind == LINEAR)}
 
 
