@@ -9,14 +9,10 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 PACKAGE = Path(__file__).parents[1]
 MAX_TRACEBACK = 4000  # characters
-MAX_DEPTH = 50
-"""Levels of lists and objects in the values of a reply."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -32,25 +28,6 @@ def error_reply(error: BaseException) -> dict[str, object]:
 def clean_text(text: str) -> str:
     """Replace surrogates, which are in texts that were decoded with errors and which no other format encodes."""
     return SURROGATE.sub("\ufffd", text)
-
-
-def plain_value(value: object, depth: int = 0) -> Any:
-    """Return a JSON value with clean texts; TypeError or ValueError for one that not every format encodes."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, str):
-        return clean_text(value)
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"an integer of {value.bit_length()} bits is too large; it may have 63")
-        return int(value)
-    if isinstance(value, Mapping):
-        return {clean_text(str(key)): plain_value(one, depth + 1) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(one, depth + 1) for one in value]
-    raise TypeError(f"{value!r:.100} is a {type(value).__name__}, which is no JSON value")
 
 
 def take_over_streams() -> tuple[int, int]:

@@ -25,6 +25,7 @@ from typing import Any
 from realhf.api.code_tests import parse_code_tests
 from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
+from realhf.base.child_process import SURROGATE
 from realhf.base.errors import UserError, kind_of
 from realhf.data.files import read_raw_rows
 
@@ -33,7 +34,6 @@ Prompt = str | list[dict[str, str]]
 PLACEHOLDER = "{prompt}"
 PROMPT_KEYS = ("prompt", "question", "messages")
 CALCULATOR_SPAN = re.compile(r"<<[^<>\n]*>>")
-SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_SHOWN_PROBLEMS = 10
 SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "context", "text"),

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from realhf.base.child_process import clean_text, plain_value
+from realhf.base.child_process import clean_text
 from realhf.base.errors import UserError
-from realhf.environments.types import Reply, Turn
+from realhf.environments.types import Reply, Turn, plain_value
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response

@@ -3,14 +3,16 @@
 import json
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from realhf.base.child_process import plain_value
+from realhf.base.child_process import clean_text
 
 MAX_TURN_BYTES = 1 << 24
 """Limit of one observation, as JSON."""
+MAX_DEPTH = 50
+"""Levels of lists and objects in the values of an observation."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,25 @@ def turn_to_json(value: object) -> dict[str, Any]:
     if size > MAX_TURN_BYTES:
         raise ValueError(f"the Turn has {size} bytes, more than {MAX_TURN_BYTES}")
     return fields
+
+
+def plain_value(value: object, depth: int = 0) -> Any:
+    """Return a JSON value with clean texts; TypeError or ValueError for one that not every format encodes."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        return clean_text(value)
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"an integer of {value.bit_length()} bits is too large; it may have 63")
+        return int(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): plain_value(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(one, depth + 1) for one in value]
+    raise TypeError(f"{value!r:.100} is a {type(value).__name__}, which is no JSON value")
 
 
 def turn_of(fields: dict[str, Any]) -> Turn:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.test_chat import tokenizer
 from tests.integration.conftest import Run, same_curve
-from tests.integration.kills import check_deaths, check_kill
+from tests.integration.kills import changed_by_deaths, changed_by_kill
 from tests.scaling import examples
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -79,10 +79,11 @@ def test_kills_do_not_change_what_agents_have_said(
     chat = f"env.cls={AGENTS}:chat"
     whole = realhf("grpo", tmp_path / "whole", [*options, chat])
     deaths = "env.options.deaths={folder}"
-    check_deaths(whole, tmp_path / "endpoint", [*options, chat, "env.retries=9"], deaths, at_least=5)
+    retrying = [*options, "env.retries=9"]
+    assert changed_by_deaths(whole, tmp_path / "endpoint", [*retrying, chat], deaths, at_least=5) == []
     deaths = f"env.options.command={sys.executable} {AGENTS} {{folder}}"
-    check_deaths(whole, tmp_path / "agent", [*options, PROGRAM[0], "env.retries=9"], deaths, at_least=5)
-    check_kill(whole, tmp_path / "master", [*options, chat], 2, "master")
+    assert changed_by_deaths(whole, tmp_path / "agent", [*retrying, PROGRAM[0]], deaths, at_least=5) == []
+    assert changed_by_kill(whole, tmp_path / "master", [*options, chat], 2, "master") == []
 
 
 def test_kills_do_not_change_a_partial_rollout_of_agents(
@@ -95,8 +96,8 @@ def test_kills_do_not_change_a_partial_rollout_of_agents(
     whole = realhf("grpo", tmp_path / "whole", [*options, *PROGRAM])
     assert whole.curve[3]["actor_gen/carried"] > 0 and whole.curve[3]["actor_gen/token_age"] > 0
     deaths = f"env.options.command={sys.executable} {AGENTS} {{folder}}"
-    check_deaths(whole, tmp_path / "agent", [*options, PROGRAM[0]], deaths, at_least=3)
-    check_kill(whole, tmp_path / "worker", [*options, *PROGRAM], 2, "worker")
+    assert changed_by_deaths(whole, tmp_path / "agent", [*options, PROGRAM[0]], deaths, at_least=3) == []
+    assert changed_by_kill(whole, tmp_path / "worker", [*options, *PROGRAM], 2, "worker") == []
 
 
 def test_a_forked_history_is_a_row_of_its_own(

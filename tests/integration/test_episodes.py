@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import REPOSITORY, TIMEOUT_S, Run, same_curve, start
-from tests.integration.kills import check_deaths, check_kill
+from tests.integration.kills import changed_by_deaths, changed_by_kill
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -121,8 +121,8 @@ def test_kills_do_not_change_the_result(
     options = [*words, loose, *OFTEN]
     whole = realhf("grpo", tmp_path / "whole", options)
     for whom in ("master", "worker"):
-        check_kill(whole, tmp_path / whom, options, 4, whom)
-    check_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5)
+        assert changed_by_kill(whole, tmp_path / whom, options, 4, whom) == []
+    assert changed_by_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5) == []
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import TIMEOUT_S, Task
 from tests.integration.conftest import Run, same_curve, start
-from tests.integration.kills import check_kill
+from tests.integration.kills import changed_by_kill
 from tests.integration.test_resume import kill, resume
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -75,7 +75,7 @@ def test_kills_do_not_change_the_result(words: list[str], realhf: Callable[..., 
     options = [*words, "exp_ctrl.ckpt_freq_steps=1", "n_gpus_per_node=2", "exp_ctrl.total_train_epochs=3"]
     whole = realhf("ppo-math", tmp_path / "whole", options)
     for step, whom in ((2, "master"), (5, "worker")):
-        check_kill(whole, tmp_path / whom, options, step, whom, "ppo-math")
+        assert changed_by_kill(whole, tmp_path / whom, options, step, whom, "ppo-math") == []
     largest = max(file.stat().st_size for file in (whole.root / "checkpoints").glob("*/actor.*.safetensors"))
     assert largest < sum(tensor.nbytes for tensor in load_file(base_of(words) / "model.safetensors").values())
 

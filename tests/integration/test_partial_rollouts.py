@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Run, same_curve, start
-from tests.integration.kills import check_deaths, check_kill
+from tests.integration.kills import changed_by_deaths, changed_by_kill
 from tests.integration.test_episodes import KINDS, LAYOUTS, Runs, loose, words
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -107,8 +107,8 @@ def test_kills_do_not_change_a_partial_rollout(
     options = [*words, loose, *OFTEN]
     whole = realhf("grpo", tmp_path / "whole", options)
     for whom in ("master", "worker"):
-        check_kill(whole, tmp_path / whom, options, 4, whom)
-    check_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5)
+        assert changed_by_kill(whole, tmp_path / whom, options, 4, whom) == []
+    assert changed_by_deaths(whole, tmp_path / "environment", options, "env.options.deaths={folder}", at_least=5) == []
 
 
 def test_kills_do_not_change_single_replies(
@@ -119,7 +119,7 @@ def test_kills_do_not_change_single_replies(
                f"env.options={{fn: {reward_file}:graded}}"]  # fmt: skip
     whole = realhf("grpo", tmp_path / "whole", options)
     assert whole.curve[3]["actor_gen/carried"] > 0 and whole.curve[3]["actor_train/grad_norm"] > 0
-    check_kill(whole, tmp_path / "worker", options, 4, "worker")
+    assert changed_by_kill(whole, tmp_path / "worker", options, 4, "worker") == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from realhf.arch.lora import base_specs
 from realhf.models.hf_folder import load_hf, stored_slices
 from realhf.models.quantized_params import QuantizedParams
 from tests.integration.conftest import Run, same_curve, start
-from tests.integration.kills import check_kill
+from tests.integration.kills import changed_by_kill
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -63,7 +63,7 @@ def test_other_quantizations_are_other_policies(runs: Runs) -> None:
 def test_kills_do_not_change_the_result(words: list[str], realhf: Callable[..., Run], tmp_path: Path) -> None:
     options = [*words, "exp_ctrl.ckpt_freq_steps=1", "n_gpus_per_node=2"]
     whole_run = realhf("grpo", tmp_path / "whole", options)
-    check_kill(whole_run, tmp_path / "killed", options, 2, "worker", "grpo")
+    assert changed_by_kill(whole_run, tmp_path / "killed", options, 2, "worker", "grpo") == []
     largest = max(file.stat().st_size for file in (whole_run.root / "checkpoints").glob("*/actor.*.safetensors"))
     base = Path(next(word for word in words if word.startswith("actor.path=")).partition("=")[2])
     assert largest < sum(tensor.nbytes for tensor in load_file(base / "model.safetensors").values())
