@@ -4,45 +4,20 @@ A process has the environments of many episodes. When it dies, they are played a
 that they have had; their turns must be the same. The request that it was executing fails at the second death.
 """
 
-import contextlib
 import json
-import os
 import select
-import signal
-import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from subprocess import PIPE, Popen
-from typing import Any
+from dataclasses import dataclass, replace
 
 from realhf.base.errors import UserError
+from realhf.environments.env_process import STARTUP_S, EnvOptions, EnvProcess, EnvRequest, Json
 from realhf.environments.types import Reply, Turn, reply_to_json, turn_of
 
-STARTUP_S = 60.0
 MAX_DEATHS = 2
 """Deaths of a process at an episode's request, or before it is ready, that end the episode or the run."""
 DIED, TIMEOUT, ERROR = "died", "timeout", "error"
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EnvOptions:
-    """Options of a pool. ``timeout`` is in seconds, per request; ``max_concurrency`` is for ``async`` environments.
-
-    ``tool_format``, a key of ``TOOL_CALL_PARSERS``, is how replies call tools. ``sandbox`` isolates the processes after
-    they have loaded the class.
-    """
-
-    cls: str
-    options: Json = field(default_factory=dict)
-    workers: int = 1
-    timeout: float = 30.0
-    max_concurrency: int = 64
-    memory_gb: float = 4.0
-    tool_format: str = "hermes"
-    sandbox: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +31,7 @@ class EnvFailure:
 
 @dataclass(frozen=True)
 class EnvAnswer:
-    """The result of a request ``op``. ``seconds`` is the time from its start to the result."""
+    """The result of a request ``op``, which took the environment ``seconds``."""
 
     episode: int
     result: Turn | EnvFailure
@@ -73,115 +48,6 @@ class PastRequest:
     turn: Json
 
 
-@dataclass(eq=False)
-class _EnvRequest:
-    number: int
-    episode: int
-    op: str
-    fields: Json
-    expected: Json | None = None  # of a request that is played again
-    started: float = 0.0
-
-    @property
-    def line(self) -> bytes:
-        return json.dumps({"id": self.number, "episode": self.episode, "op": self.op, **self.fields}).encode() + b"\n"
-
-
-class _EnvWorker:
-    """One child process: requests that wait for it, those it executes, and the requests of its open episodes."""
-
-    def __init__(self, options: EnvOptions) -> None:
-        self.options = options
-        self.process: Popen[bytes] | None = None
-        self.capacity = 0  # requests at a time; 0 until the process is ready
-        self.ready_by = 0.0
-        self.serial = False
-        self.n_starts = 0  # that ended before the process was ready
-        self.deaths = Counter[int]()  # by episode
-        self.waiting = deque[_EnvRequest]()
-        self.running: dict[int, _EnvRequest] = {}
-        self.history: dict[int, list[tuple[_EnvRequest, Json | None]]] = {}
-        self._unsent, self._received = b"", b""
-
-    def spawn(self) -> None:
-        options = {**asdict(self.options)}
-        command = [sys.executable, "-m", "realhf.environments.server", json.dumps(options)]
-        self.process = Popen(command, stdin=PIPE, stdout=PIPE, bufsize=0, start_new_session=True)
-        self.capacity, self.ready_by = 0, time.monotonic() + STARTUP_S
-        self._unsent, self._received = b"", b""
-        for fd in self.fds:
-            os.set_blocking(fd, False)
-
-    @property
-    def fds(self) -> tuple[int, int]:
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-        return self.process.stdin.fileno(), self.process.stdout.fileno()
-
-    @property
-    def events(self) -> int:
-        return select.POLLOUT if self._unsent else 0
-
-    @property
-    def deadline(self) -> float:
-        if self.process is None:
-            return float("inf")
-        if not self.capacity:
-            return self.ready_by
-        return min((one.started + self.options.timeout for one in self.running.values()), default=float("inf"))
-
-    def send(self) -> None:
-        """Send requests up to the capacity, those of an episode in turn; EOFError if the process has ended."""
-        capacity, kept = 1 if self.serial else self.capacity, deque[_EnvRequest]()
-        busy = {one.episode for one in self.running.values()}
-        while self.waiting and len(self.running) < capacity:
-            request = self.waiting.popleft()
-            if request.episode in busy:
-                kept.append(request)
-                continue
-            busy.add(request.episode)
-            request.started = time.monotonic()
-            self.running[request.number] = request
-            self._unsent += request.line
-        self.waiting = kept + self.waiting
-        while self._unsent:
-            try:
-                self._unsent = self._unsent[os.write(self.fds[0], self._unsent[: 1 << 16]) :]
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                raise EOFError from None
-
-    def receive(self) -> Iterator[Json]:
-        """Yield the messages that have arrived; EOFError if the process has ended."""
-        while True:
-            try:
-                chunk = os.read(self.fds[1], 1 << 20)
-            except BlockingIOError:
-                break
-            if not chunk:
-                raise EOFError
-            self._received += chunk
-        *lines, self._received = self._received.split(b"\n")
-        for line in lines:
-            yield json.loads(line)
-
-    def kill(self) -> str:
-        """Kill the process and its process group; return how it ended."""
-        process, self.process = self.process, None
-        if process is None:
-            return ""
-        for _ in range(20):  # the streams close shortly before the process ends
-            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-            time.sleep(0.005)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group id is not reused
-        for stream in filter(None, (process.stdin, process.stdout)):
-            stream.close()
-        code = process.wait()
-        return f"exit code {code}" if code >= 0 else str(signal.strsignal(-code))
-
-
 class EnvPool:
     """``workers`` processes of environments of one class, started on first use; not thread-safe.
 
@@ -190,10 +56,10 @@ class EnvPool:
 
     def __init__(self, options: EnvOptions) -> None:
         self.options = options
-        self._workers = [_EnvWorker(options) for _ in range(options.workers)]
-        self._worker_of: dict[int, _EnvWorker] = {}
+        self._workers = [EnvProcess(options) for _ in range(options.workers)]
+        self._worker_of: dict[int, EnvProcess] = {}
         self._lost: dict[int, EnvFailure] = {}
-        self._failed_requests: dict[int, tuple[list[PastRequest], _EnvRequest]] = {}
+        self._failed_requests: dict[int, tuple[list[PastRequest], EnvRequest]] = {}
         self._number = 0
         self._n_episodes = 0
 
@@ -212,7 +78,7 @@ class EnvPool:
         self._place(episode)
         self._submit(episode, "reset", {"row": json.dumps(row), "seed": seed})
 
-    def _place(self, episode: int) -> _EnvWorker:
+    def _place(self, episode: int) -> EnvProcess:
         worker = min(self._workers, key=lambda one: len(one.history))
         self._worker_of[episode], worker.history[episode] = worker, []
         return worker
@@ -227,7 +93,7 @@ class EnvPool:
         worker = self._place(episode)
         for one in history:
             self._number += 1
-            request = _EnvRequest(self._number, episode, one.op, one.fields)
+            request = EnvRequest(self._number, episode, one.op, one.fields)
             worker.history[episode].append((request, one.turn))
             worker.waiting.append(replace(request, expected=one.turn))
 
@@ -246,7 +112,7 @@ class EnvPool:
 
     def _submit(self, episode: int, op: str, fields: Json) -> None:
         self._number += 1
-        self._worker_of[episode].waiting.append(_EnvRequest(self._number, episode, op, fields))
+        self._worker_of[episode].waiting.append(EnvRequest(self._number, episode, op, fields))
 
     def end(self, episode: int) -> None:
         """Close an episode's environment, without waiting."""
@@ -255,7 +121,7 @@ class EnvPool:
         self._failed_requests.pop(episode, None)
         if worker is not None and worker.history.pop(episode, None) is not None and worker.process is not None:
             self._number += 1
-            worker.waiting.append(_EnvRequest(self._number, episode, "close", {}))
+            worker.waiting.append(EnvRequest(self._number, episode, "close", {}))
 
     def poll(self, wait_s: float = 0.0) -> list[EnvAnswer]:
         """Return the answers that have arrived; wait up to ``wait_s`` seconds for one."""
@@ -270,7 +136,7 @@ class EnvPool:
                 return answers
             self._wait(min(until, *(worker.deadline for worker in self._workers)) - now)
 
-    def _waiting(self, episode: int) -> _EnvRequest | None:
+    def _waiting(self, episode: int) -> EnvRequest | None:
         waiting = self._worker_of[episode].waiting
         return next((one for one in waiting if one.episode == episode and one.expected is None), None)
 
@@ -283,7 +149,7 @@ class EnvPool:
                     poll.register(worker.fds[0], worker.events)
         poll.poll(max(0.0, seconds) * 1000 + 1)
 
-    def _serve(self, worker: _EnvWorker) -> list[EnvAnswer]:
+    def _serve(self, worker: EnvProcess) -> list[EnvAnswer]:
         if worker.process is None:
             if not worker.waiting:
                 return []
@@ -303,17 +169,17 @@ class EnvPool:
             answers += self._ended(worker, TIMEOUT, f"no answer after {self.options.timeout:g} s (env.timeout)")
         return answers
 
-    def _received(self, worker: _EnvWorker, message: Json) -> list[EnvAnswer]:
+    def _received(self, worker: EnvProcess, message: Json) -> list[EnvAnswer]:
         if "fatal" in message:
             self.close()
             raise UserError(f"env.cls={self.options.cls} cannot be loaded: {message['fatal']}")
         if "ready" in message:
-            worker.capacity, worker.n_starts = self.options.max_concurrency if message["asynchronous"] else 1, 0
+            worker.set_ready(message["asynchronous"])
             return []
         request = worker.running[message["id"]]
         if "error" not in message and request.op != "close":
             turn_of(message["turn"])  # an invalid one ends the process
-        del worker.running[request.number]
+        worker.answered(request.number)
         if request.op == "close" or request.episode not in worker.history:
             return []
         if request.expected is None and request.episode in self._lost:
@@ -325,13 +191,13 @@ class EnvPool:
         if request.expected is None:
             history.append((request, turn))
             del worker.deaths[request.episode]
-            return [EnvAnswer(request.episode, turn_of(turn), time.monotonic() - request.started, request.op)]
+            return [EnvAnswer(request.episode, turn_of(turn), float(message["seconds"]), request.op)]
         if turn != request.expected:
             detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
             self._lost[request.episode] = EnvFailure(DIED, detail)
         return []
 
-    def _failed(self, request: _EnvRequest, failure: EnvFailure) -> list[EnvAnswer]:
+    def _failed(self, request: EnvRequest, failure: EnvFailure) -> list[EnvAnswer]:
         """Fail an episode now, or if a request was played again, at its next request: the caller expects no answer."""
         if request.expected is None:
             return [self._fail(request, failure)]
@@ -340,7 +206,7 @@ class EnvPool:
         self._lost[request.episode] = failure
         return []
 
-    def _fail(self, request: _EnvRequest, failure: EnvFailure) -> EnvAnswer:
+    def _fail(self, request: EnvRequest, failure: EnvFailure) -> EnvAnswer:
         episode = request.episode
         self._failed_requests[episode] = self.history(episode), request
         worker = self._worker_of.pop(episode)
@@ -348,9 +214,9 @@ class EnvPool:
         worker.waiting = deque(one for one in worker.waiting if one.episode != episode)
         return EnvAnswer(episode, failure)
 
-    def _ended(self, worker: _EnvWorker, kind: str, detail: str) -> list[EnvAnswer]:
+    def _ended(self, worker: EnvProcess, kind: str, detail: str) -> list[EnvAnswer]:
         """Kill a process; fail the request at fault, and play the other episodes again."""
-        was_ready = worker.capacity > 0
+        was_ready = worker.is_ready
         how = worker.kill()
         if not was_ready:
             worker.n_starts += 1
@@ -360,8 +226,8 @@ class EnvPool:
             self.close()
             waited = f"was not ready after {STARTUP_S:g} s" if kind == TIMEOUT else f"ended ({how})"
             raise UserError(f"env.cls={self.options.cls}: its process {waited}")
-        late = [one for one in worker.running.values() if time.monotonic() > one.started + self.options.timeout]
-        suspects = late if kind == TIMEOUT else list(worker.running.values())
+        late = [one for one in worker.executing if time.monotonic() > one.started + self.options.timeout]
+        suspects = late if kind == TIMEOUT else worker.executing
         answers = list[EnvAnswer]()
         failure = EnvFailure(kind, detail or f"the environment's process ended ({how})")
         for one in suspects:
@@ -379,11 +245,11 @@ class EnvPool:
             worker.spawn()
         return answers
 
-    def _replays(self, worker: _EnvWorker) -> Iterator[_EnvRequest]:
+    def _replays(self, worker: EnvProcess) -> Iterator[EnvRequest]:
         for episode, history in worker.history.items():
             for request, turn in history if episode not in self._lost else ():
                 self._number += 1
-                yield _EnvRequest(self._number, request.episode, request.op, request.fields, turn)
+                yield EnvRequest(self._number, request.episode, request.op, request.fields, turn)
 
     def close(self) -> None:
         """Kill all processes and their descendants."""

@@ -1,10 +1,11 @@
 """The child process of an environment pool: ``python -m realhf.environments.server OPTIONS``, a JSON object.
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{id, op, ...}`` on stdin with
-``{"id", "turn"}`` or ``{"id", "error", "traceback"}``. ``op`` is ``reset`` (``row``, ``seed``), ``step`` (``reply``),
-``truncate`` or ``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the
-process accepts further requests while others are in progress. Output of the environment goes to stderr. The parent
-kills the process when a request exceeds its deadline; the process ends by itself when the parent exits.
+``{"id", "seconds", "turn"}`` or ``{"id", "seconds", "error", "traceback"}``, in order. ``op`` is ``reset`` (``row``,
+``seed``), ``step`` (``reply``), ``truncate`` or ``close``. If the methods are ``async``, the first line includes
+``"asynchronous": true``, and the process executes all requests that it has received at the same time. Output of the
+environment goes to stderr. The parent kills the process when a request exceeds its deadline; the process ends by itself
+when the parent exits.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -86,13 +88,14 @@ class EnvServer:
 
     async def _serve(self, request: dict[str, Any]) -> None:
         answer: dict[str, Any]
+        start = time.perf_counter()
         try:
             answer = {"turn": await self._answer(request)}
         except (Exception, SystemExit) as error:
             answer = error_reply(error)
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the environment has forked
-        send(self._replies, {"id": request["id"], **answer})
+        send(self._replies, {"id": request["id"], "seconds": time.perf_counter() - start, **answer})
 
     def _with_calls(self, reply: Reply) -> Reply:
         return replace(reply, tool_calls=reply.tool_calls or self._parse(reply.text))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvFailure, EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvFailure, EnvPool
 from tests.conftest import TIMEOUT_S
 
 ADAPTERS = {

@@ -141,6 +141,19 @@ class Async(Counter):
         return super().step(reply)
 
 
+class Log(Counter):
+    """Appends a byte to the file ``path`` for every reset."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def reset(self, row: dict, seed: int) -> Turn:
+        with open(self.path, "ab") as file:
+            file.write(b".")
+        return super().reset(row, seed)
+
+
 class Once(Counter):
     """Fails at the second reply, but only if it has not yet written a file."""
 

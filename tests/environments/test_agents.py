@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from realhf.environments import Reply, ToolCall, Turn
-from realhf.environments.pool import EnvFailure, EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvFailure, EnvPool
 from tests.conftest import TIMEOUT_S
 
 FUNCTIONS = Path(__file__).with_name("agent_functions.py")

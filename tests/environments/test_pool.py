@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvFailure, EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvFailure, EnvPool
 
 FILE = Path(__file__).with_name("hostile.py")
 TIMEOUT_S = 1.0
@@ -58,6 +60,28 @@ def test_episodes_are_independent(workers: int, pools: list[EnvPool]) -> None:
     rows = [{"name": f"e{i}", "turns": 1 + i % 4} for i in range(20)]
     results = play(pool_of(pools, "Counter", workers), rows)
     assert results == [good(row["name"], row["turns"], 7 * i) for i, row in enumerate(rows)]
+
+
+def test_a_process_executes_requests_that_wait(tmp_path: Path, pools: list[EnvPool]) -> None:
+    """The caller polls between passes of the model: one request per pass would leave both waiting."""
+    pool, log = pool_of(pools, "Log", timeout=20.0, path=str(tmp_path / "log")), tmp_path / "log"
+    n, deadline = 100, time.monotonic() + 30
+    for number in range(n):
+        pool.reset(number, {"name": "e", "turns": 1}, number)
+    answers = pool.poll(30.0)
+    while log.stat().st_size < n:  # without a poll
+        assert time.monotonic() < deadline, log.stat().st_size
+        time.sleep(0.01)
+    while len(answers) < n:
+        answers += pool.poll(5.0)
+    assert [answer.episode for answer in answers] == list(range(n))
+
+
+def test_large_messages_fill_no_pipe_for_ever(pools: list[EnvPool]) -> None:
+    """Both ends write more than a pipe holds, at the same time."""
+    rows = [{"name": f"{i}" * 200_000, "turns": 2} for i in range(10)] * 4
+    results = play(pool_of(pools, "Counter", timeout=20.0), rows)
+    assert results == [good(str(row["name"]), 2, 7 * i) for i, row in enumerate(rows)]
 
 
 FAULTS = {
@@ -233,12 +257,13 @@ def test_a_process_that_is_killed_changes_no_turn(pools: list[EnvPool]) -> None:
     results: list[list[Turn | EnvFailure]] = [[] for _ in rows]
     began = time.monotonic()
     while any(len(turns) < 7 for turns in results):
+        is_killed = False
         for answer in pool.poll(30.0):
             results[answer.episode].append(answer.result)
-            if len(results[answer.episode]) == 4 and kills < 3:
+            if len(results[answer.episode]) in {2, 4, 6} and kills < 3 and not is_killed:
                 assert (process := pool._workers[0].process) is not None
-                process.kill()
-                kills += 1
+                os.kill(process.pid, signal.SIGKILL)
+                kills, is_killed = kills + 1, True
             if len(results[answer.episode]) < 7:
                 pool.step(answer.episode, Reply(f"reply {len(results[answer.episode])}", [1, 2]))
     assert kills == 3 and results == expected and time.monotonic() - began < 30

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvFailure, EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvFailure, EnvPool
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.tool_env import AsyncToolEnvironment, ToolEnvironment, as_environment, tools_of
 from realhf.environments.tool_schema import InvalidArgument, convert, parse_docstring, schema_of, tool_function

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.base.isolation.seccomp import MACHINES
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvPool
 from realhf.environments.single_reply import SingleReply
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.tool_env import as_environment

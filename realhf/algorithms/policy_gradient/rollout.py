@@ -20,7 +20,8 @@ from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
 from realhf.data.turns import EpisodeKey
-from realhf.environments.pool import EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvPool
 from realhf.ops.rows import on_device
 
 DTYPES = {"tokens": torch.int64, "prompt_mask": torch.uint8, "logprobs": torch.float32, "versions": torch.int32,

@@ -17,7 +17,8 @@ from realhf.api.config import EnvConfig, GenerationConfig
 from realhf.apps.demo.arithmetic import character_tokenizer
 from realhf.apps.demo.make_tokenizer import EOS, PAD
 from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput
-from realhf.environments.pool import EnvOptions, EnvPool
+from realhf.environments.env_process import EnvOptions
+from realhf.environments.pool import EnvPool
 
 ENVIRONMENT = '''
 from realhf.environments import Turn
