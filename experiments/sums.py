@@ -39,10 +39,10 @@ class StudyOptions:
         return results
 
 
-def study_options(description: str | None, folder: str) -> StudyOptions:
+def study_options(description: str | None, folder: str, jobs: int = 1) -> StudyOptions:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", nargs="?", default=folder, type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--jobs", type=int, default=jobs, help="number of concurrent runs")
     args = parser.parse_args()
     return StudyOptions(args.folder.resolve(), args.jobs)
 
@@ -50,7 +50,8 @@ def study_options(description: str | None, folder: str) -> StudyOptions:
 def make_task(folder: Path, hidden: int) -> Path:
     """Create the task with the config of a model of three layers; the data is the same for every width."""
     task = folder / f"task{hidden}"
-    example = [sys.executable, ROOT / "examples" / "arithmetic.py", task, "--hidden", str(hidden), "--layers", "3"]
+    example: list[str | Path] = [sys.executable, ROOT / "examples" / "arithmetic.py", task, "--hidden", str(hidden),
+                                 "--layers", "3"]  # fmt: skip
     subprocess.run(example, check=True, capture_output=True)
     return task
 
