@@ -47,8 +47,8 @@ def make_states(folder: Path, name: str, policy: Path, problems: Sequence[dict],
     for problem, (response, *_) in zip(problems, first, strict=True):
         lines = response["response"].split("\n")
         kept = chance.randrange(max(1, len(lines) - 1))
-        prefix = "".join(f"{line}\n" for line in lines[:kept])
-        prefixes.append({"prompt": problem["prompt"] + prefix, "solutions": problem["solutions"]})
+        steps = "".join(f"{line}\n" for line in lines[:kept])
+        prefixes.append({"prompt": problem["prompt"] + steps, "solutions": problem["solutions"]})
     following = sample(folder, f"{name}-next", policy, prefixes, 16, seed + 1)
     for prefix, responses in zip(prefixes, following, strict=True):
         lines = sorted({line for row in responses if (line := row["response"].split("\n")[0]) and "#" not in line})
