@@ -65,11 +65,12 @@ def prompts(folder: Path, name: str, seed: int, part: int) -> Path:
 
 def verified_pairs(folder: Path, start: Path, seed: int) -> Path:
     """Sample responses of the initial policy; return the file of pairs of right and wrong ones."""
-    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", "judge=True", *SAMPLING, "reward.wrong_reward=0",
-               f"dataset.path={prompts(folder, 'pairs', seed, 0)}", f"seed={seed}")  # fmt: skip
+    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", *SAMPLING, "judge=True",
+               "reward.wrong_reward=0", f"dataset.path={prompts(folder, 'pairs', seed, 0)}", f"seed={seed}")  # fmt: skip
     file = folder / f"verified-{seed}.jsonl"
-    subprocess.run([sys.executable, ROOT / "examples" / "build_pairs.py", root / "generations", file, "--max-pairs", "4"],
-                   check=True, capture_output=True)  # fmt: skip
+    builder = ROOT / "examples" / "build_pairs.py"
+    subprocess.run([sys.executable, builder, root / "generations", file, "--max-pairs", "4"], check=True,
+                   capture_output=True)  # fmt: skip
     return file
 
 
@@ -84,10 +85,9 @@ def scored_pairs(folder: Path, policy: Path, rewards: Path, seed: int, part: int
     pairs = []
     for prompt, rows in groups.items():
         rows.sort(key=lambda row: row["score"])
-        if rows[0]["response"] != rows[-1]["response"]:
-            pairs.append(
-                {"prompt": prompt, "pos_answers": [rows[-1]["response"]], "neg_answers": [rows[0]["response"]]}
-            )
+        worst, best = rows[0]["response"], rows[-1]["response"]
+        if worst != best:
+            pairs.append({"prompt": prompt, "pos_answers": [best], "neg_answers": [worst]})
     file = folder / f"scored-pairs-{seed}-{part}.jsonl"
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return file
