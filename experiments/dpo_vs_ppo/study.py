@@ -65,8 +65,9 @@ def prompts(folder: Path, name: str, seed: int, part: int) -> Path:
 
 def verified_pairs(folder: Path, start: Path, seed: int) -> Path:
     """Sample responses of the initial policy; return the file of pairs of right and wrong ones."""
-    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", *SAMPLING, "judge=True",
-               "reward.wrong_reward=0", f"dataset.path={prompts(folder, 'pairs', seed, 0)}", f"seed={seed}")  # fmt: skip
+    data = f"dataset.path={prompts(folder, 'pairs', seed, 0)}"
+    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", data, *SAMPLING, "judge=True",
+               "reward.wrong_reward=0", f"seed={seed}")  # fmt: skip
     file = folder / f"verified-{seed}.jsonl"
     builder = ROOT / "examples" / "build_pairs.py"
     subprocess.run([sys.executable, builder, root / "generations", file, "--max-pairs", "4"], check=True,
