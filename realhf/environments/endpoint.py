@@ -1,7 +1,8 @@
 """An OpenAI-compatible server on loopback, in the process of the environments: an agent's requests become turns.
 
 ``/NAME/v1/chat/completions`` and ``/NAME/v1/completions``, whose prompt is token ids, belong to the episode that has
-opened ``NAME``. An episode has one request at a time: later ones wait until the earlier ones have their replies.
+opened ``NAME``; without ``/NAME``, the header ``EPISODE_HEADER`` has it, so that a client can serve many episodes. An
+episode has one request at a time: later ones wait until the earlier ones have their replies.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MODEL = "policy"
+EPISODE_HEADER = "X-RealHF-Episode"
 MAX_INT = 2**31 - 1
 UNSUPPORTED = {"n": 1, "best_of": 1, "echo": False, "logit_bias": {}, "stop": [], "response_format": {"type": "text"}}
 """Parameters of requests, and the only value they may have; sampling has the options of the run."""
@@ -184,6 +186,10 @@ def make_app(endpoints: Mapping[str, AgentEndpoint]) -> "FastAPI":
     @app.post("/{name}/v1/chat/completions")
     async def chat(name: str, request: Request) -> "Response":
         return await complete(name, request, is_chat=True)
+
+    @app.post("/v1/chat/completions")
+    async def chat_of_header(request: Request) -> "Response":
+        return await complete(request.headers.get(EPISODE_HEADER, ""), request, is_chat=True)
 
     @app.post("/{name}/v1/completions")
     async def completion(name: str, request: Request) -> "Response":

@@ -1,7 +1,7 @@
 """Plays episodes of adapters in the child process of a pool, for the tests."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from realhf.environments import Reply, Turn
@@ -32,15 +32,19 @@ def play(
     seed: int = 3,
     n_episodes: int = 1,
     max_turns: int = 60,
+    rows: Sequence[dict] = (),
 ) -> list[list[Turn]]:
-    """Play episodes of the same row and seed at once; return their turns, at most ``max_turns``. A failure raises."""
+    """Play episodes of the same row, or of ``rows``, and the same seed at once; return their turns, at most
+    ``max_turns``. A failure raises.
+    """
+    n_episodes = len(rows) or n_episodes
     timeout = TIMEOUT_S / 4
     pool = EnvPool(EnvOptions(f"realhf.environments.adapters.{ADAPTERS[cls]}:{cls}", options, 1, timeout))
     episodes: list[list[Turn]] = [[] for _ in range(n_episodes)]
     n_open, deadline = n_episodes, time.monotonic() + TIMEOUT_S
     try:
         for number in range(n_episodes):
-            pool.reset(number, row or {}, seed)
+            pool.reset(number, rows[number] if rows else row or {}, seed)
         while n_open:
             assert time.monotonic() < deadline, episodes
             for answer in pool.poll(5.0):

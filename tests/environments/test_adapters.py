@@ -200,6 +200,25 @@ def test_verifiers_single_turn() -> None:
 
 
 @pytest.mark.slow
+def test_verifiers_episodes_share_servers(tmp_path: Path) -> None:
+    """One client serves all episodes: each gets its own replies. Servers run from the first episode to the last."""
+    rows = [{"index": i % 5} for i in range(20)]
+
+    def answer(turn: Turn, _: int) -> str:
+        return str(10 + int(shown(turn).split()[-3]))
+
+    episodes = play("VerifiersEnv", verifiers_options("vf_sums"), answer, rows=rows)
+    assert [rewards(turns) for turns in episodes] == [[0, 1]] * 20
+    log = tmp_path / "log"
+    options = verifiers_options("vf_guess", n_tasks=20, config={"log": str(log)})
+    play("VerifiersEnv", options, script("5", "1"), n_episodes=4)
+    assert log.read_text().split() == ["start", "stop"]
+    options = verifiers_options("vf_guess", n_tasks=20, config={"is_broken": True})
+    with pytest.raises(RuntimeError, match="the servers are broken"):
+        play("VerifiersEnv", options, script("5"), n_episodes=4)
+
+
+@pytest.mark.slow
 def test_verifiers_tools() -> None:
     def call(name: str, error: str = "", **arguments: object) -> Reply:
         return Reply("", [1], [ToolCall(name, arguments, error)])

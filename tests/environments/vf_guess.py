@@ -26,9 +26,25 @@ class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
 
 class GuessConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
+    log: str = ""
+    """A file that gets a line for every start and end of the servers."""
+    is_broken: bool = False
 
 
 class GuessEnv(vf.Env[GuessConfig]):
+    def write(self, line: str) -> None:
+        if self.config.log:
+            with open(self.config.log, "a") as file:
+                file.write(f"{line}\n")
+
+    async def start(self) -> None:
+        self.write("start")
+        if self.config.is_broken:
+            raise ValueError("the servers are broken")
+
+    async def stop(self) -> None:
+        self.write("stop")
+
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         won = False
         async with agents.player.interaction(task) as interaction:

@@ -1,22 +1,28 @@
 """Environments of the verifiers library (v1): its tasks, tool servers and scoring, with our replies as the model."""
 
+import asyncio
 import contextlib
 import itertools
 import json
 import ssl
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from realhf.base.errors import UserError
 from realhf.environments.adapters.common import optional_library, row_number
 from realhf.environments.agents import AgentEnvironment
+from realhf.environments.endpoint import EPISODE_HEADER
 
 Json = dict[str, Any]
 HARNESS = "realhf_replies_harness"
 """The name under which verifiers finds the harness of this module."""
+EPISODE: ContextVar[str] = ContextVar("EPISODE", default="")
+"""The name of the endpoint of the episode that a task runs."""
 
 
 class VerifiersEnv(AgentEnvironment):
@@ -44,13 +50,18 @@ class VerifiersEnv(AgentEnvironment):
             import verifiers.v1 as vf
 
         register_harness(vf)
-        tasks = load_tasks(json.dumps(self.config, sort_keys=True), self.n_tasks)
+        config = json.dumps(self.config, sort_keys=True)
+        tasks = load_tasks(config, self.n_tasks)
         if not tasks:
             raise UserError(f"env.options.id={self.id!r}: its taskset has no tasks")
-        env = vf.load_environment(environment_config(self.config))
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var="REALHF_VERIFIERS_KEY")
-        context = vf.ModelContext(model="policy", client=client)
-        async with env.serving():
+        served = SERVED.setdefault(config, SharedEnvironment(self.config))
+        address, _, name = base_url.removesuffix("/v1").rpartition("/")
+        EPISODE.set(name)
+        # one client per address: with our harness, its requests name their episode
+        client = vf.EvalClientConfig(base_url=f"{address}/v1" if served.has_our_harness else base_url,
+                                     api_key_var="REALHF_VERIFIERS_KEY")  # fmt: skip
+        async with served.open() as env:
+            context = vf.ModelContext(model="policy", client=client)
             episode = await env.run_episode(tasks[row_number(row, abs(seed)) % len(tasks)], context)
         return self._result(episode)
 
@@ -64,13 +75,75 @@ class VerifiersEnv(AgentEnvironment):
         return {**numbers, "reward": float(sum(trace.reward for trace in episode.traces))}
 
 
-def environment_config(data: Json) -> Any:
-    """Return the configuration; each agent that does not name another one has our harness and a local runtime."""
+@dataclass
+class _Serving:
+    """The servers of an environment: ``ready`` is the environment once they run, ``stop`` ends them."""
+
+    ready: asyncio.Future[Any]
+    stop: asyncio.Event
+    task: asyncio.Task[None] | None = None
+
+
+class SharedEnvironment:
+    """The environment of a configuration, whose servers run as long as episodes use them."""
+
+    def __init__(self, config: Json) -> None:
+        self._config = environment_config(config)
+        seats = (getattr(self._config, name) for name in agent_names(config))
+        self.has_our_harness = all(seat.harness.id == HARNESS for seat in seats)
+        self._users = 0
+        self._serving: _Serving | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Any]:
+        self._users += 1
+        if self._serving is None:
+            self._serving = _Serving(asyncio.get_running_loop().create_future(), asyncio.Event())
+            self._serving.task = asyncio.create_task(self._serve(self._serving))
+        serving = self._serving
+        try:
+            yield await asyncio.shield(serving.ready)
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._serving = None
+                serving.stop.set()
+                assert serving.task is not None
+                await serving.task
+
+    async def _serve(self, serving: _Serving) -> None:
+        """Run the servers in a task of their own: an episode that ends or is cancelled must not stop them."""
+        import verifiers.v1 as vf
+
+        try:
+            env = vf.load_environment(self._config)
+            async with env.serving():
+                serving.ready.set_result(env)
+                await serving.stop.wait()
+        except Exception as error:
+            if serving.ready.done():
+                raise
+            serving.ready.set_exception(error)
+
+
+SERVED: dict[str, SharedEnvironment] = {}
+"""By configuration, as JSON."""
+
+
+def agent_names(data: Json) -> list[str]:
+    """Return the names of an environment's agents, whose configurations are attributes of its configuration."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
 
+    return list(agent_config_fields(vf.env_config_type(data["taskset"]["id"], data.get("id", "")).model_validate({})))
+
+
+def environment_config(data: Json) -> Any:
+    """Return the configuration; each agent that does not name another one has our harness and a local runtime."""
+    import verifiers.v1 as vf
+
     try:
-        seats = agent_config_fields(vf.env_config_type(data["taskset"]["id"], data.get("id", "")).model_validate({}))
+        seats = agent_names(data)
         local: Json = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
         return vf.resolve_env_config({**data, **{name: {**local, **data.get(name, {})} for name in seats}})
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
@@ -126,7 +199,7 @@ async def converse(endpoint: str, secret: str, messages: list[Json], tools: list
     """Ask the model, and call its tools, until a reply has no tool calls."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = {"Authorization": f"Bearer {secret}", EPISODE_HEADER: EPISODE.get()}
     # the turn has its own deadline
     async with httpx.AsyncClient(headers=headers, timeout=None, verify=certificates()) as client:
         while True:
