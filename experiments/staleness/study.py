@@ -30,8 +30,7 @@ HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, GROUP = 64, 120, 100, 32, 8
 STALENESS, SEEDS = (0, 1, 2, 4, 8), (1, 2, 3, 4, 5)
 LOSSES = {"coupled": (), "decoupled": ("ppo.recompute_logprobs=True", "ppo.importance=tis")}
-LAYOUT = ("n_gpus_per_node=2", "actor_gen.device_mesh=0", "actor_gen.layout=d1", "actor_train.device_mesh=1",
-          "actor_train.layout=d1")  # fmt: skip
+LAYOUT = ("n_gpus_per_node=2", "allocation_mode='actor_gen:d1@0,*:d1@1'")
 OPTIONS = (f"ppo.group_size={GROUP}", "ppo.kl_in=none", "ppo.kl_ctl=0", "ppo.ppo_n_minibatches=2",
            "actor.optimizer.lr=2e-4", "actor.optimizer.lr_scheduler_type=constant")  # fmt: skip
 FREE, KEPT = 8, 0.9
