@@ -109,6 +109,7 @@ docs: $(STAMP)  # warnings, such as broken links, are errors
 	$(BIN)/python -m docs.make_options
 	$(BIN)/python -m docs.make_metrics
 	$(BIN)/python -m docs.make_figures
+	$(BIN)/python -m docs.make_studies
 	$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
 
 clean:

@@ -2,11 +2,13 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from docs import make_figures, make_metrics
+from docs import make_figures, make_metrics, make_studies
+from experiments.all import stated, verdict
 from tests.docs.blocks import ROOT, headings
 
 TROUBLES = [text[1:-1] for text in headings(ROOT / "docs/reference/troubleshooting.md") if text.startswith("`")]
@@ -52,6 +54,30 @@ def test_a_figure_is_up_to_date(name: str) -> None:
     drawn = {"graph": make_figures.graph_figure, "layout": make_figures.layout_figure,
              "program": make_figures.program_figure, "reallocation": make_figures.reallocation_figure}  # fmt: skip
     assert (make_figures.FIGURES / f"{name}.svg").read_text() == drawn[name]()
+
+
+def test_the_page_of_studies_is_up_to_date() -> None:
+    assert make_studies.PAGE.read_text() == "\n".join(make_studies.lines()) + "\n"
+    assert all(file.read_text() == content for file, content in make_studies.pictures().items())
+
+
+@pytest.mark.parametrize("name", make_studies.finished())
+def test_a_study_states_its_verdict_and_was_registered_before(name: str) -> None:
+    found, folder = verdict(name), ROOT / "experiments" / name
+    assert found is not None and stated(name).startswith(found.line)
+    shallow = subprocess.run(
+        ["git", "rev-parse", "--is-shallow-repository"], cwd=folder, capture_output=True, text=True
+    )
+    if shallow.stdout.strip() != "false":
+        pytest.skip("no history of commits here")
+
+    def first_commit(file: str) -> str:
+        command = ["git", "log", "--diff-filter=A", "--format=%H", "--", file]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+    registered, ran = first_commit("README.md"), first_commit("results.json")
+    ancestor = ["git", "merge-base", "--is-ancestor", registered, ran]
+    assert registered != ran and subprocess.run(ancestor, cwd=folder).returncode == 0
 
 
 def test_versions_are_those_of_the_tests() -> None:
