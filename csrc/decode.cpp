@@ -97,7 +97,7 @@ void read_mlp(Reader<scalar_t>& reader, const Shape& shape, Layer<scalar_t>& lay
 // The tensors of a call beside the weights.
 struct Inputs {
   const Tensor &x, &positions;
-  const std::optional<Tensor>& prefixes;
+  const std::optional<Tensor>&prefixes, &slots;
   Tensor &k, &v;
   int64_t* chosen;  // [routed layers, S, top_k], or null
 };
@@ -128,7 +128,7 @@ template <typename scalar_t>
 void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<Rope>& ropes,
          const std::vector<int64_t>& windows, const std::vector<int64_t>& routed, float offset, const Inputs& inputs,
          Tensor& result) {
-  const auto& [x, positions, prefixes, k, v, chosen] = inputs;
+  const auto& [x, positions, prefixes, slots, k, v, chosen] = inputs;
   Reader<scalar_t> reader(weights, offset, shape.layer_norms);
   std::vector<Layer<scalar_t>> layers;
   const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim, n_choices = x.size(0) * shape.routing.top_k;
@@ -149,6 +149,7 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
                               static_cast<const scalar_t*>(x.const_data_ptr()),
                               positions.const_data_ptr<int64_t>(),
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
+                              slots ? slots->const_data_ptr<int64_t>() : nullptr,
                               static_cast<scalar_t*>(result.mutable_data_ptr())};
   using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
   const auto work = best_isa<Work>(REALHF_ALL_ISAS(run_stage));
@@ -157,15 +158,22 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
     Buffers buffers(shape, std::min(kRowsAtOnce, stop - from), team);
     for (int64_t row = from; row < stop; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, stop - row);
-      if (shape.sublayers != Sublayers::mlp) buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
+      if (shape.sublayers != Sublayers::mlp) {
+        buffers.find_groups(row, count, stage.positions, stage.prefixes, stage.slots, n_rows);
+      }
       work(shape, stage, row, count, buffers);
     }
   };
   const int64_t n_team = team_size(layers, n_rows, n_threads);
   if (n_team > 1) return run_rows(0, n_rows, {n_team, run_together});
   const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
+  const auto start_of = [&](int64_t part) {  // rows of a slot need each other's keys: one thread has them all
+    int64_t row = std::min(n_rows, part * share);
+    while (stage.slots && row > 0 && row < n_rows && stage.slots[row] == stage.slots[row - 1]) ++row;
+    return row;
+  };
   torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
-    run_rows(from * share, std::min(n_rows, to * share), {1, run_alone});
+    run_rows(start_of(from), start_of(to), {1, run_alone});
   });
 }
 
@@ -186,6 +194,23 @@ void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, 
     const int64_t holder = shared ? shared[n_rows + i] : i;
     STD_TORCH_CHECK(holder == i || (holder >= 0 && holder < n_rows && !has_windows), "decode_blocks: row ", i,
                     " cannot read what row ", holder, " holds");
+  }
+}
+
+// Rows of a slot are consecutive, and so are their positions.
+void check_slots(const Tensor& slots, const Tensor& positions, int64_t n_slots, bool has_prefixes) {
+  const int64_t n_rows = positions.size(0);
+  STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == n_rows && slots.is_contiguous() &&
+                      slots.scalar_type() == ScalarType::Long && !has_prefixes,
+                  "decode_blocks: slots must be [", n_rows, "] int64, contiguous, without prefixes");
+  const int64_t *own = slots.const_data_ptr<int64_t>(), *at = positions.const_data_ptr<int64_t>();
+  std::vector<bool> is_known(n_slots);
+  for (int64_t i = 0; i < n_rows; ++i) {
+    STD_TORCH_CHECK(own[i] >= 0 && own[i] < n_slots, "decode_blocks: slot ", own[i], " of ", n_slots);
+    const bool follows = i > 0 && own[i] == own[i - 1];
+    STD_TORCH_CHECK(follows ? at[i] == at[i - 1] + 1 : !is_known[own[i]], "decode_blocks: row ", i, " of slot ", own[i],
+                    " at position ", at[i], " does not follow the row before");
+    is_known[own[i]] = true;
   }
 }
 
@@ -218,8 +243,8 @@ Routing checked_routing(const std::vector<int64_t>& sizes, double scale) {
 
 Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner, Sublayers sublayers) {
   STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
-                      v.numel() == k.numel() && k.size(1) >= x.size(0),
-                  "decode_blocks: x must be [S, D], k and v [L, slots >= S, K, max_len, d], contiguous");
+                      v.numel() == k.numel(),
+                  "decode_blocks: x must be [S, D], k and v [L, slots, K, max_len, d], contiguous");
   STD_TORCH_CHECK(x.scalar_type() == k.scalar_type() && x.scalar_type() == v.scalar_type() &&
                       (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
                   "decode_blocks: x, k and v must be float32 or bfloat16, all alike");
@@ -276,7 +301,8 @@ void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>
 }
 
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
-                         const std::optional<Tensor>& prefixes, std::vector<Tensor> angles,
+                         const std::optional<Tensor>& prefixes, const std::optional<Tensor>& slots,
+                         std::vector<Tensor> angles,
                          std::vector<int64_t> table_of, std::vector<int64_t> windows, std::vector<int64_t> routed,
                          std::vector<int64_t> routing, std::optional<Tensor> chosen, int64_t sublayers,
                          int64_t n_heads, int64_t inner, int64_t activation, bool gated, bool parallel,
@@ -301,10 +327,12 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
     int64_t limit = shape.max_len;
     for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
     const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
+    STD_TORCH_CHECK(slots || k.size(1) >= x.size(0), "decode_blocks: ", x.size(0), " rows of ", k.size(1), " slots");
     check_rows(positions, prefixes, x.size(0), limit, has_windows);
+    if (slots) check_slots(*slots, positions, k.size(1), prefixes.has_value());
   }
   const int64_t n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
-  const Inputs inputs{x, positions, prefixes, k, v, checked_chosen(chosen, n_routed, x.size(0), shape.routing.top_k)};
+  const Inputs inputs{x, positions, prefixes, slots, k, v, checked_chosen(chosen, n_routed, x.size(0), shape.routing.top_k)};
   Tensor result = torch::stable::new_empty(x, {x.size(0), x.size(1)});
   const auto all = x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>;
   if (x.size(0) > 0) all(shape, weights, ropes, windows, routed, static_cast<float>(offset), inputs, result);
@@ -317,7 +345,7 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
       "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes,"
-      " Tensor[] angles, int[] table_of, int[] windows, int[] routed, int[] routing, Tensor(c!)? chosen, int sublayers,"
+      " Tensor? slots, Tensor[] angles, int[] table_of, int[] windows, int[] routed, int[] routing, Tensor(c!)? chosen, int sublayers,"
       " int n_heads, int inner, int activation, bool gated, bool parallel, bool layer_norms,"
       " bool has_gates, bool norms_projections, float eps, float offset, float residual_scale, float scale,"
       " float softcap, float query_growth, int growth_period, float expert_scale) -> Tensor");

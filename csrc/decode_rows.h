@@ -156,9 +156,9 @@ REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float sink,
   return sink == -kInfinity ? sum : sum + exp_of(Floats{} + (sink - largest))[0];
 }
 
-// Normalises and rotates a row's queries and keys and writes its keys and values to the cache.
+// Normalises and rotates a row's queries and keys and writes its keys and values to a slot of the cache.
 template <typename scalar_t>
-REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, int64_t row, int64_t position,
+REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, int64_t slot, int64_t position,
                               float* qkv) {
   const int64_t dim = shape.dim;
   float *k = qkv + shape.n_q * dim, *v = k + shape.n_kv * dim;
@@ -175,8 +175,8 @@ REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, 
     for (int64_t c = 0; c < shape.n_q * dim; c += kLanes) store(qkv + c, load(qkv + c) * scale);
   }
   for (int64_t h = 0; h < shape.n_kv; ++h) {
-    convert(layer.keys + shape.place(row, h, position), k + h * dim, dim);
-    convert(layer.values + shape.place(row, h, position), v + h * dim, dim);
+    convert(layer.keys + shape.place(slot, h, position), k + h * dim, dim);
+    convert(layer.values + shape.place(slot, h, position), v + h * dim, dim);
   }
 }
 
@@ -192,9 +192,9 @@ REALHF_INLINE void weighted_sum(int64_t n, int64_t count, int64_t dim, const flo
 // Attention of one key/value head of a prefix group; the shared keys are read from the holder's cache.
 template <typename scalar_t>
 REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
-                          int64_t head, const int64_t* positions, const HeadBuffers& buffers) {
+                          int64_t head, const int64_t* positions, const int64_t* slots, const HeadBuffers& buffers) {
   const int64_t dim = shape.dim, group_size = shape.n_q / shape.n_kv, across = padded(prefix_group.longest);
-  const bool is_alone = prefix_group.n_rows == 1 && prefix_group.holder == prefix_group.rows[0];
+  const bool is_alone = prefix_group.n_rows == 1 && prefix_group.holder == slot_of(slots, prefix_group.rows[0]);
   const int64_t shared = layer.window > 0 || is_alone ? 0 : prefix_group.shared;
   const int64_t first = shape.place(prefix_group.holder, head, 0), n_queries = prefix_group.n_rows * group_size;
   const auto begin = [&](int64_t position) {  // first key of a row that is not shared
@@ -207,7 +207,7 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     const int64_t row = prefix_group.rows[i], from = begin(positions[row]);
     const int64_t count = positions[row] - from + 1;
-    const scalar_t* keys = layer.keys + shape.place(row, head, from);
+    const scalar_t* keys = layer.keys + shape.place(slot_of(slots, row), head, from);
     float* const of_row = scores + i * group_size * across;
     scores_of(group_size, count, dim, buffers.queries + i * group_size * dim, keys, of_row + shared, across);
     for (int64_t g = 0; g < group_size; ++g) {
@@ -219,7 +219,7 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     const int64_t row = prefix_group.rows[i], from = begin(positions[row]);
     weighted_sum(group_size, positions[row] - from + 1, dim, scores + i * group_size * across + shared, across,
-                 layer.values + shape.place(row, head, from), shared > 0, out + i * group_size * dim);
+                 layer.values + shape.place(slot_of(slots, row), head, from), shared > 0, out + i * group_size * dim);
   }
   for (int64_t q = 0; q < n_queries; ++q) {
     const float scale = 1.0f / buffers.sums[q];
@@ -227,17 +227,17 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   }
 }
 
-// One key/value head of a prefix group. Rows have cache numbers; the buffers start at row `from`.
+// One key/value head of a prefix group. The buffers start at row `from`.
 template <typename scalar_t>
 REALHF_INLINE void attend_head(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
-                               int64_t head, int64_t from, const int64_t* positions, const Buffers& buffers,
-                               const HeadBuffers& own) {
+                               int64_t head, int64_t from, const int64_t* positions, const int64_t* slots,
+                               const Buffers& buffers, const HeadBuffers& own) {
   const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = shape.of_qkv();
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     convert(own.queries + i * of_group, buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group,
             of_group);
   }
-  attend(shape, layer, prefix_group, head, positions, own);
+  attend(shape, layer, prefix_group, head, positions, slots, own);
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     float* const to = buffers.mixed + (prefix_group.rows[i] - from) * shape.n_q * shape.dim + head * of_group;
     convert(to, own.heads + i * of_group, of_group);
@@ -250,7 +250,7 @@ struct AttentionCall {
   const Shape& shape;
   const Layer<scalar_t>& layer;
   int64_t from;
-  const int64_t* positions;
+  const int64_t *positions, *slots;
   const Buffers& buffers;
 };
 
@@ -259,8 +259,8 @@ REALHF_NOINLINE void attend_part(void* given, int64_t part) {
   const auto& call = *static_cast<const AttentionCall<scalar_t>*>(given);
   const int64_t n_kv = call.shape.n_kv;
   for (int64_t i = part; i < call.buffers.n_groups * n_kv; i += call.buffers.team.n_threads) {
-    attend_head(call.shape, call.layer, call.buffers.groups[i / n_kv], i % n_kv, call.from, call.positions, call.buffers,
-                call.buffers.own[part]);
+    attend_head(call.shape, call.layer, call.buffers.groups[i / n_kv], i % n_kv, call.from, call.positions, call.slots,
+                call.buffers, call.buffers.own[part]);
   }
 }
 
@@ -302,14 +302,14 @@ REALHF_INLINE void normalise_input(const Shape& shape, const Norm<scalar_t>& nor
 
 template <typename scalar_t>
 REALHF_INLINE void run_attention(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
-                                 const int64_t* positions, Buffers& buffers) {
+                                 const int64_t* positions, const int64_t* slots, Buffers& buffers) {
   const int64_t of_qkv = shape.of_qkv();
   normalise_input(shape, layer.norm, rows, buffers);
   linear(buffers.team, layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
   for (int64_t r = 0; r < rows; ++r) {
-    append_row(shape, layer, first + r, positions[first + r], buffers.projected + r * of_qkv);
+    append_row(shape, layer, slot_of(slots, first + r), positions[first + r], buffers.projected + r * of_qkv);
   }
-  AttentionCall<scalar_t> call{shape, layer, first, positions, buffers};
+  AttentionCall<scalar_t> call{shape, layer, first, positions, slots, buffers};
   buffers.team.run(buffers.team.n_threads, attend_part<scalar_t>, &call);
   if (shape.has_gates) apply_gates(shape, rows, buffers);
 }
@@ -330,10 +330,10 @@ REALHF_INLINE void run_mlp(const Shape& shape, const Layer<scalar_t>& layer, int
 
 template <typename scalar_t>
 REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
-                             const int64_t* positions, Buffers& buffers) {
+                             const int64_t* positions, const int64_t* slots, Buffers& buffers) {
   const bool is_parallel = shape.parallel && shape.sublayers == Sublayers::both;
   if (shape.sublayers != Sublayers::mlp) {
-    run_attention(shape, layer, first, rows, positions, buffers);
+    run_attention(shape, layer, first, rows, positions, slots, buffers);
     if (is_parallel) normalise_input(shape, layer.mlp_norm, rows, buffers);
     add_linear(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers);
   }
@@ -348,7 +348,7 @@ REALHF_INLINE void run_some(const Shape& shape, const Stage<scalar_t>& stage, in
   const int64_t size = rows * shape.hidden;
   for (int64_t c = 0; c < size; c += kLanes) store(buffers.x + c, load(stage.x + first * shape.hidden + c));
   for (const Layer<scalar_t>* layer = stage.layers; layer != stage.layers + stage.n_layers; ++layer) {
-    run_block(shape, *layer, first, rows, stage.positions, buffers);
+    run_block(shape, *layer, first, rows, stage.positions, stage.slots, buffers);
   }
   if (stage.final_norm.weight) {
     normalise(stage.final_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.x);

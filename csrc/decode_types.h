@@ -76,9 +76,12 @@ struct Stage {
   int64_t n_layers;
   Norm<scalar_t> final_norm;
   const scalar_t* x;
-  const int64_t *positions, *prefixes;
+  const int64_t *positions, *prefixes, *slots;
   scalar_t* result;
 };
+
+// The cache row of a row; `slots` may be null.
+__attribute__((always_inline)) inline int64_t slot_of(const int64_t* slots, int64_t row) { return slots ? slots[row] : row; }
 
 // Rows whose first `shared` tokens are equal and cached in row `holder`; `longest` is the length of the longest row.
 struct PrefixGroup {
@@ -137,7 +140,8 @@ struct Buffers {
   }
 
   // Groups rows first..first+count by prefix; `prefixes` [3, S] are group numbers, shared lengths and holders.
-  void find_groups(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
+  void find_groups(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, const int64_t* slots,
+                   int64_t n_rows) {
     order.resize(count), prefix_groups.clear();
     std::iota(order.begin(), order.end(), first);
     if (prefixes) {
@@ -147,7 +151,7 @@ struct Buffers {
       const bool is_linked = prefixes && !prefix_groups.empty() && prefix_groups.back().n_rows < kRowsPerGroup &&
                              prefixes[prefix_groups.back().rows[0]] == prefixes[row];
       const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
-      if (!is_linked) prefix_groups.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
+      if (!is_linked) prefix_groups.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : slot_of(slots, row)});
       PrefixGroup& prefix_group = prefix_groups.back();
       prefix_group.shared = std::min(prefix_group.shared, shared),
       prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);

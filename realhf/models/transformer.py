@@ -234,19 +234,19 @@ class Transformer:
         return can_read and not any(rule.window for rule in self._score_rules)
 
     @property
+    def decodes_tokens_together(self) -> bool:
+        """``decode`` takes several tokens of a slot."""
+        return self.weights.fused is not None and self.weights.fused.is_whole
+
+    @property
     def waits_for_experts(self) -> bool:
         """Whether the host reads in every routed layer how many tokens each expert has."""
         return any(isinstance(block.mlp, Experts) and not block.mlp.mlps.are_grouped for block in self.weights.blocks)
 
     def decode(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        x: Tensor | None = None,
-        prefixes: Tensor | SharedPrefixes | None = None,
-        longest: int = 0,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, x: Tensor | None = None,
+        prefixes: Tensor | SharedPrefixes | None = None, longest: int = 0, slots: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
         Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes`` describes
@@ -254,21 +254,27 @@ class Transformer:
         each slot a prefix number, the length that all slots of this number have in common, and a slot that stores it
         (another one only if the model ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: the
         positions are read from the device).
+
+        With ``slots`` ``[S]``, if the model ``decodes_tokens_together``, token i belongs to ``slots[i]``: those of a
+        slot are consecutive, as their positions are, and each attends to the ones before it. The result is the same
+        bits as that of one call per token.
         """
+        assert slots is None or (self.decodes_tokens_together and prefixes is None)
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
         x = self._embed(tokens, positions, longest) if x is None else x
-        slots = torch.arange(count, device=positions.device)
-        routing = self._routers.recording(cache.experts, slots, positions)
+        own_slots = torch.arange(count, device=positions.device) if slots is None else slots
+        routing = self._routers.recording(cache.experts, own_slots, positions)
         if (fused := self.weights.fused) is not None:
             assert not isinstance(prefixes, SharedPrefixes)
-            blocks, step = self._tiled_blocks or fused.tiled(), DecodeStep(positions, cache, prefixes, longest, routing)
+            blocks = self._tiled_blocks or fused.tiled()
+            step = DecodeStep(positions, cache, prefixes, longest, routing, slots)
             if fused.is_whole:
                 return self._for_head(blocks.run(x, step))
         kernel = self._cache_kernel() if cache.by_token else None
         rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         rotation = self.rotary.rotation(positions, longest)
-        attend = DecodePass(self._attention(), rotation, cache, slots, positions, longest, rows, prefixes)
+        attend = DecodePass(self._attention(), rotation, cache, own_slots, positions, longest, rows, prefixes)
         if fused is None:
             return self._run(x, count, attend, routing=routing)
         return self._last(
@@ -329,14 +335,9 @@ class Transformer:
         return self._last(x)
 
     def _context(
-        self,
-        n_tokens: int,
-        attend: PassAttention,
-        router_loss: RouterLoss | None = None,
-        routing: Routing | None = None,
-        dropout: Dropout | None = None,
-        recomputes_inputs: bool = False,
-    ) -> ForwardContext:
+        self, n_tokens: int, attend: PassAttention, router_loss: RouterLoss | None = None,
+        routing: Routing | None = None, dropout: Dropout | None = None, recomputes_inputs: bool = False,
+    ) -> ForwardContext:  # fmt: skip
         return ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, self.tp_region(n_tokens), attend,
                               router_loss, routing, dropout, self.expert_region, recomputes_inputs)  # fmt: skip
 

@@ -365,7 +365,7 @@ def test_the_kernel_passes_opcheck() -> None:
     tiled = fused.tiled()
     given = (
         torch.randn(5, 64), [*tiled.sublayers[0][0], *tiled.sublayers[0][1], *tiled.final_norm], cache.k, cache.v,
-        torch.arange(5), None, model.rotary.tables(96), [0], [0], [1], [6, 0, 6, 3, 1, 1, 0, 1, 32, 0],
+        torch.arange(5), None, None, model.rotary.tables(96), [0], [0], [1], [6, 0, 6, 3, 1, 1, 0, 1, 32, 0],
         torch.empty(1, 5, 3, dtype=torch.int64), 0, 4, 0, 0, True, False, False, False, False, 1e-6, 0.0, 1.0, 0.25,
         0.0, 0.0, 0, 1.0,
     )  # fmt: skip

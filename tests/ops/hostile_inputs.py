@@ -189,7 +189,8 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     n_recorded = sum(routed)
     chosen = inputs.pick(None, torch.zeros(n_recorded, rows, routing[3] if routing else 0, dtype=torch.int64))
     activation = inputs.pick(0, 1, 2, 3) if gated else inputs.pick(0, 1, 2)
-    return [make(rows, hidden), weights, k, v, positions, inputs.pick(None, prefixes), angles, tables, windows, routed,
+    rows_of = inputs.pick((None, None), (prefixes, None), (None, torch.arange(rows)))
+    return [make(rows, hidden), weights, k, v, positions, *rows_of, angles, tables, windows, routed,
             routing, chosen, sublayers, heads, inner, activation, gated, inputs.pick(True, False),
             inputs.pick(True, False), has_gates, wide_norms, 1e-5, 0.0, inputs.pick(1.0, 0.5), 0.3,
             inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4)), inputs.pick(1.0, 2.5)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The blocks of a stage in a compiled kernel, for one new token per slot.
+"""The blocks of a stage in a compiled kernel, for one or several new tokens per slot.
 
 Small models are bound by operator overhead in decoding: a block takes thirty operations on little data. Where the
 kernel computes all blocks they are one call. Else, and with tensor parallelism, each sublayer of a block, attention or
@@ -56,6 +56,7 @@ class DecodeStep(NamedTuple):
     prefixes: Tensor | None
     longest: int
     routing: Routing | None
+    slots: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class StageShape:
             own = slice(place, place + 1) if sublayer == ATTENTION else slice(0)
             keys = keys[0][own], keys[1][own]
         result: Tensor = extension.required("decode_blocks", x.device.type)(
-            x, weights, *keys, step.positions, step.prefixes, self.rotary.tables(step.longest),
+            x, weights, *keys, step.positions, step.prefixes, step.slots, self.rotary.tables(step.longest),
             self.rotary.table_of[at], [rule.window for rule in self.rules[at]], self.routed[at], self.routing,
             chosen, sublayer, self.n_heads, self.inner, DECODE_ACTIVATIONS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm == "layer", config.attention_gate,

@@ -21,6 +21,7 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.data.turns import TurnOutput
 from realhf.models.engine.decode import session_table
 from realhf.models.engine.native import NativeEngine
+from realhf.models.transformer import Transformer
 from tests.models.engine.scripted_driver import LENGTHS, LIMIT, MESHES, SEED, N, play, play_everywhere, reply_to
 from tests.models.engine.tiny_engine import engine_on, prompts_of
 from tests.models.tiny_models import CAPS, SIZES, WINDOW, hf_model
@@ -80,6 +81,7 @@ def test_no_order_of_replies_changes_a_row(
 ) -> None:
     """Tokens and log-probabilities are equal, bit for bit with the fused kernel."""
     monkeypatch.setattr(session_table, "MAX_FED", fed)
+    monkeypatch.setattr(session_table, "MAX_TOGETHER", fed)
     expected, found = play(engine), play(engine, delays, *limits)
     if computes_whole_stage(engine):
         assert found == expected
@@ -95,6 +97,7 @@ def test_logprobs_are_those_of_the_trainer(
     options: dict, fed: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_table, "MAX_FED", fed)
+    monkeypatch.setattr(session_table, "MAX_TOGETHER", fed)
     rows, turns = play(engine, 1, **options)
     batch = SequenceBatch(
         tuple(RowId(*key) for key, _ in rows), {"tokens": Column.of([torch.tensor(tokens) for _, tokens in rows])}
@@ -122,3 +125,15 @@ def test_all_ranks_of_all_layouts_return_the_same_rows(on_ranks: Callable[..., l
             for (_, some), (_, others) in zip(found[1], turns, strict=True):
                 for turn, other in zip(some, others, strict=True):
                     assert turn["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("delays, limits", [(1, (12, 12)), (3, (2, 3))])
+def test_new_tokens_together_are_the_same_bits_as_one_by_one(
+    delays: int, limits: tuple[int, int], engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not engine.model.decodes_tokens_together:
+        pytest.skip("operation by operation, rows depend on each other's number")
+    found = play(engine, delays, *limits)
+    monkeypatch.setattr(session_table, "MAX_FED", 1000)
+    monkeypatch.setattr(Transformer, "decodes_tokens_together", False)
+    assert play(engine) == found

@@ -1,8 +1,9 @@
 """Multi-turn generation: episodes wait for their environments without a slot, and keep their cache.
 
 Live rows are dense in the first slots, as in ``group``. Every open episode has a home slot behind them, which keeps its
-keys and values between turns. New tokens of an episode are computed by themselves, so that a row's result depends on
-no other row of the pass (where this holds for the decoding kernel), and not on the order of replies.
+keys and values between turns. New tokens of an episode are part of a decoding step, or computed by themselves, so that
+a row's result depends on no other row of the pass (where this holds for the decoding kernel), and not on the order of
+replies.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +44,10 @@ class DecodeSession:
     def __init__(self, pipeline: Pipeline, options: SessionOptions) -> None:
         self.pipeline, self.model, self.options = pipeline, pipeline.model, options
         n_slots = min(options.config.max_num_seqs, options.max_episodes)
-        self.table = SessionTable(n_slots, options.max_episodes, options.stop_ids)
         self.device = self.model.device
+        # with several stages, all would have to decide alike
+        together = self.model.decodes_tokens_together and pipeline.stage == 0 and pipeline.is_last
+        self.table = SessionTable(n_slots, options.max_episodes, options.stop_ids, together)
         self._decoder: DeviceDecoder | None = None
         sizes = (n_slots + options.max_episodes, options.max_len)
         # steps on the device go on for ended rows, whose states would change
@@ -100,6 +103,10 @@ class DecodeSession:
 
     def _decode(self) -> Tensor:
         inputs, longest = self._on_device(self.table.state[:5]), self.table.longest
+        if (step := self.table.tokens_of_step()) is not None:
+            (tokens, positions, slots), ends = map(self._on_device, step)
+            hidden = self.model.decode(tokens, positions, self.cache, longest=longest, slots=slots)[ends]
+            return self._sample(hidden, self.options.seed, inputs[2:])
 
         def compute(x: Tensor | None) -> Tensor:
             return self.model.decode(inputs[0], inputs[1], self.cache, x, None, longest)

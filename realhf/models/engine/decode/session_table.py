@@ -14,9 +14,9 @@ from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput
 from realhf.models.engine.decode.scheduler import SlotMove
 
 IntTable = npt.NDArray[np.int64]
-MAX_FED = 16
-"""Up to so many new tokens of an open episode are fed to decoding steps, together with the tokens of other rows; more
-are computed in one pass of their own. This depends on the row only."""
+MAX_FED, MAX_TOGETHER = 16, 256
+"""Up to so many new tokens of an open episode are fed to decoding steps one by one, or all of them to the next step if
+the model decodes tokens together; more are computed in one pass of their own. This depends on the row only."""
 
 
 @dataclass
@@ -44,11 +44,12 @@ class SessionTable:
 
     ``state`` is ``[6, n_live]``: last token, its position, prompt number, sample, number of sampled tokens, and its
     limit. Waiting turns of open episodes are admitted before new episodes. Rows with tokens in ``fed`` take them from
-    there instead of those that are sampled.
+    there instead of those that are sampled; if the model decodes tokens ``together``, ``before`` has the tokens between
+    those in the cache and the last one.
     """
 
-    def __init__(self, n_slots: int, max_episodes: int, stop_ids: Sequence[int]) -> None:
-        self.n_slots = n_slots
+    def __init__(self, n_slots: int, max_episodes: int, stop_ids: Sequence[int], together: bool = False) -> None:
+        self.n_slots, self.together = n_slots, together
         self._homes = list(range(n_slots + max_episodes - 1, n_slots - 1, -1))
         self._stops = np.array(stop_ids, np.int64)
         self._open: dict[EpisodeKey, OpenEpisode] = {}
@@ -57,6 +58,7 @@ class SessionTable:
         self._n_admitted = 0
         self.state: IntTable = np.empty((6, 0), np.int64)
         self._fed: list[deque[int]] = []
+        self._before: list[tuple[int, ...]] = []
         self._finished: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._tokens: list[list[int]] = []
         self._logprobs: list[list[tuple[float, float]]] = []
@@ -105,17 +107,19 @@ class SessionTable:
             if episode is None:
                 episode = self._open[turn.key] = OpenEpisode(turn.key, self._homes.pop(), count=turn.count)
             turns.append((episode, turn))
-        turns.sort(key=lambda one: (not _is_fed(*one), one[0].n_cached > 0, one[0].key))
+        turns.sort(key=lambda one: (not self._joins(*one), one[0].n_cached > 0, one[0].key))
         admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
         for slot, (episode, turn) in enumerate(turns, self.n_live):
             tokens, start = (*episode.rest, *turn.tokens), episode.n_cached
             if start:
                 moves.append((episode.home, slot, 0, start))
-            is_fed = _is_fed(episode, turn)
+            joins = self._joins(episode, turn)
+            is_fed = joins and not self.together
             self._fed.append(deque(tokens[1:] if is_fed else ()))
-            if not is_fed:
+            self._before.append(tokens[:-1] if joins and self.together else ())
+            if not joins:
                 admitted.append(Admission(slot, start, tokens))
-            token, position = (tokens[0], start) if is_fed else (0, start + len(tokens) - 1)
+            token, position = (tokens[0], start) if is_fed else (tokens[-1], start + len(tokens) - 1)
             columns.append([token, position, *episode.key, episode.count, episode.count + turn.limit])
         self._live += [episode for episode, _ in turns]
         self._tokens += [[] for _ in turns]
@@ -125,6 +129,26 @@ class SessionTable:
             self.state = np.concatenate((self.state, np.array(columns, np.int64).T), 1)
         self._n_admitted = len(admitted)
         return admitted, moves
+
+    def _joins(self, episode: OpenEpisode, turn: TurnInput) -> bool:
+        """The turn's tokens are computed in decoding steps."""
+        most = MAX_TOGETHER if self.together else MAX_FED
+        return episode.n_cached > 0 and len(episode.rest) + len(turn.tokens) <= most
+
+    def tokens_of_step(self) -> tuple[IntTable, IntTable] | None:
+        """Return tokens, positions and slots of the next step, ``[3, T]``, and the index of every row's last token.
+
+        None if every row has one token.
+        """
+        if not any(self._before):
+            return None
+        counts = np.array([len(before) + 1 for before in self._before])
+        last, positions = self.state[:2]
+        tokens = [token for before, end in zip(self._before, last.tolist(), strict=True) for token in (*before, end)]
+        ends = counts.cumsum() - 1
+        slots = np.repeat(np.arange(self.n_live), counts)
+        own = np.repeat(positions - ends, counts) + np.arange(len(tokens))
+        return np.stack((np.array(tokens, np.int64), own, slots)), ends
 
     def counters(self, n: int) -> IntTable:
         """Return prompt number, sample and token count of the last ``n`` rows, the arguments of sampling."""
@@ -143,7 +167,10 @@ class SessionTable:
 
     def record(self, tokens: IntTable, logprobs: npt.NDArray[np.float64], indices: IntTable | None = None) -> None:
         """Record the tokens that a pass sampled for the admitted rows, else for all, else for rows ``indices``."""
-        rows, self._n_admitted = self._rows(indices), 0
+        rows = self._rows(indices)
+        if not self._n_admitted:
+            self._before = [()] * self.n_live
+        self._n_admitted = 0
         if any(self._fed):
             sampling = [i for i, row in enumerate(rows.tolist()) if not self._feed(row)]
             rows, tokens, logprobs = rows[sampling], tokens[sampling], logprobs[:, sampling]
@@ -196,10 +223,7 @@ class SessionTable:
         self._finished = np.zeros(n_kept, np.bool_)
         self._live = [self._live[row] for row in order]
         self._fed = [self._fed[row] for row in order]
+        self._before = [self._before[row] for row in order]
         self._tokens = [self._tokens[row] for row in order]
         self._logprobs = [self._logprobs[row] for row in order]
         return outputs, moves
-
-
-def _is_fed(episode: OpenEpisode, turn: TurnInput) -> bool:
-    return episode.n_cached > 0 and len(episode.rest) + len(turn.tokens) <= MAX_FED
