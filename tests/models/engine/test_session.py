@@ -134,6 +134,8 @@ def test_new_tokens_together_are_the_same_bits_as_one_by_one(
     if not engine.model.decodes_tokens_together:
         pytest.skip("operation by operation, rows depend on each other's number")
     found = play(engine, delays, *limits)
+    monkeypatch.setattr(session_table, "MAX_STEP", 4)
+    assert play(engine, delays, *limits) == found
     monkeypatch.setattr(session_table, "MAX_FED", 1000)
     monkeypatch.setattr(Transformer, "decodes_tokens_together", False)
     assert play(engine) == found

@@ -17,6 +17,8 @@ IntTable = npt.NDArray[np.int64]
 MAX_FED, MAX_TOGETHER = 16, 256
 """Up to so many new tokens of an open episode are fed to decoding steps one by one, or all of them to the next step if
 the model decodes tokens together; more are computed in one pass of their own. This depends on the row only."""
+MAX_STEP = 4096
+"""Turns are admitted until their new tokens are so many that the hidden states of a step would need much memory."""
 
 
 @dataclass
@@ -101,12 +103,18 @@ class SessionTable:
         if n_free * 8 < self.n_slots and n_free < n_waiting:
             self._n_admitted = 0
             return [], []
-        while self.n_live + len(turns) < self.n_slots and (self._resumed or (self._new and self._homes)):
+        n_tokens = 0  # of the next step
+        while (
+            self.n_live + len(turns) < self.n_slots
+            and n_tokens < MAX_STEP
+            and (self._resumed or (self._new and self._homes))
+        ):
             turn = self._resumed.popleft() if self._resumed else self._new.popleft()
             episode = self._open.get(turn.key)
             if episode is None:
                 episode = self._open[turn.key] = OpenEpisode(turn.key, self._homes.pop(), count=turn.count)
             turns.append((episode, turn))
+            n_tokens += len(turn.tokens) if self._joins(episode, turn) else 0
         turns.sort(key=lambda one: (not self._joins(*one), one[0].n_cached > 0, one[0].key))
         admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
         for slot, (episode, turn) in enumerate(turns, self.n_live):
