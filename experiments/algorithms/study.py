@@ -1,127 +1,99 @@
-"""Held-out accuracy and time of every algorithm, from the same initial model on the arithmetic task.
+"""Held-out accuracy of every algorithm on sums, by sampled tokens.
 
-    python experiments/algorithms/study.py [--only NAME,...] [--workers N] [--jobs N]
+    python -m experiments.algorithms.study [FOLDER] [--jobs N]
 
-Writes results.json and table.md to this folder; docs/algorithms.md shows them. All runs use the command line, with two
-workers of one thread, one run at a time. Algorithms have their default options; the options of the optimizer and of the
-task are the same for all.
+Runs in FOLDER (default: algorithms-run; finished runs are kept), writes results.json, table.md and figure.svg here.
 """
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from experiments.studies import (
+    Results,
+    Verdict,
+    cell,
+    markdown,
+    mean_and_error,
+    save_figure,
+    save_results,
+    standard_error,
+    verdict_of,
+)
+from experiments.sums import Curve, curve, run, study_options, supervised_model, task_options
 
 HERE = Path(__file__).parent
-REALHF = [sys.executable, "-m", "realhf"]
-EXAMPLE = HERE.parents[1] / "examples" / "arithmetic.py"
-SFT_STEPS = 90
-LEARN = ("actor.optimizer.lr=3e-4", "actor.optimizer.lr_scheduler_type=constant", "ppo.gen.max_new_tokens=32",
-         "dataset.train_bs_n_seqs=64", "exp_ctrl.total_train_epochs=20")  # fmt: skip
-STEPS = {"ppo-math": 200, "grpo": 80, "rloo": 100, "reinforce-pp": 100, "remax": 400, "vineppo": 30}
+HIDDEN, SFT_STEPS, ROWS, TOKENS, N_EVALUATIONS = 64, 120, 128, 500_000, 6
+SEEDS = (1, 2, 3, 4, 5)
+GROUPS = {"ppo-math": 1, "grpo": 8, "rloo": 4, "reinforce-pp": 4, "remax": 1, "vineppo": 8}
+STEPS = {"ppo-math": 140, "grpo": 140, "rloo": 140, "reinforce-pp": 140, "remax": 70, "vineppo": 12}
+"""Upper bounds of the steps that sample ``TOKENS`` tokens, with all rollouts that an algorithm needs."""
+LEARN = ("actor.optimizer.lr=3e-4", "actor.optimizer.lr_scheduler_type=constant")
 OWN = {"ppo-math": ("critic.optimizer.lr=1e-3", "critic.optimizer.lr_scheduler_type=constant")}
-RESTEM = ("model.optimizer.lr=1e-3", "sampling.max_new_tokens=32", "validation.max_new_tokens=32", "n_rounds=1",
-          "dataset.train_bs_n_seqs=200")  # fmt: skip
+CLOSE = 0.1
 
 
-@dataclass(frozen=True)
-class Result:
-    """Accuracy on held-out sums, with responses sampled at temperature 1."""
-
-    algorithm: str
-    steps: int
-    before: float
-    after: float
-    seconds: float
-    command: str
-
-
-def call(*arguments: str) -> None:
-    done = subprocess.run([*REALHF, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"realhf {' '.join(arguments)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+def train(folder: Path, model: Path, name: str, seed: int) -> Curve:
+    """Return the sampled tokens so far and the held-out accuracy at each evaluation."""
+    steps, group = STEPS[name], GROUPS[name]
+    task = task_options(folder, HIDDEN, model, ROWS // group, steps, max(1, steps // N_EVALUATIONS))
+    root = run(folder, f"{name}-{seed}", name, *task, f"ppo.group_size={group}", *LEARN, *OWN.get(name, ()),
+               f"seed={seed}")  # fmt: skip
+    found = curve(root)
+    print(f"{name} seed {seed}: {found[-1]}", flush=True)
+    return found
 
 
-def accuracy(folder: Path, name: str, model: Path) -> float:
-    """Return the accuracy over four responses to each held-out sum."""
-    call("quickstart", "gen", *directory(folder, f"{name}-valid"), f"model.path={model}", "judge=True",
-         f"dataset.path={folder}/task/valid.jsonl", "dataset.train_bs_n_seqs=100", "sampling.n=4",
-         "sampling.max_new_tokens=32")  # fmt: skip
-    lines = (folder / "study" / f"{name}-valid" / "metrics.jsonl").read_text().splitlines()
-    accuracies = [json.loads(line)["rew_inf/accuracy"] for line in lines]
-    return sum(accuracies) / len(accuracies)
+def accuracy_at(points: Curve, tokens: float) -> float:
+    """Return the accuracy after a number of sampled tokens, between two evaluations by a line."""
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x0 <= tokens <= x1:
+            return y0 + (y1 - y0) * (tokens - x0) / max(x1 - x0, 1.0)
+    return points[-1][1]
 
 
-def directory(folder: Path, name: str) -> tuple[str, ...]:
-    return (f"fileroot={folder}", "experiment_name=study", f"trial_name={name}", "overwrite=True", "device=cpu",
-            "threads_per_worker=1", "tensorboard.enabled=False")  # fmt: skip
+def at_equal_tokens(results: Results) -> dict[str, list[float]]:
+    return {name: [accuracy_at(points, TOKENS) for points in runs] for name, runs in results["curves"].items()}
 
 
-def initial_model(folder: Path) -> Path:
-    """Create the task, train a weak model on its worked examples, and return the model."""
-    subprocess.run([sys.executable, str(EXAMPLE), str(folder / "task"), "--hidden", "96", "--layers", "3"], check=True,
-                   capture_output=True)  # fmt: skip
-    task = folder / "task"
-    call("quickstart", "sft", *directory(folder, "sft"), f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
-         "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
-         "model.optimizer.lr=3e-3", "model.optimizer.lr_scheduler_type=constant",
-         f"exp_ctrl.total_train_steps={SFT_STEPS}", "exp_ctrl.total_train_epochs=10")  # fmt: skip
-    thousand = (task / "train.jsonl").read_text().splitlines(keepends=True)[:1000]
-    (task / "train1000.jsonl").write_text("".join(thousand))
-    return folder / "study" / "sft" / "models" / "model" / f"step_{SFT_STEPS}"
+def verdict(results: Results) -> Verdict:
+    start = fmean(points[0][1] for runs in results["curves"].values() for points in runs)
+    found = at_equal_tokens(results)
+    gains = [fmean(values) - start > 2 * standard_error(values) for values in found.values()]
+    groups = [fmean(found[name]) for name in ("grpo", "rloo", "reinforce-pp")]
+    figures = f"from {start:.3f}: {', '.join(f'{name} {cell(values)}' for name, values in found.items())}"
+    return verdict_of([all(gains), max(groups) - min(groups) <= CLOSE], figures)
 
 
-def study(folder: Path, name: str, start: Path, before: float, workers: int) -> Result:
-    layout = (f"n_gpus_per_node={workers}", f"allocation_mode=d{workers}")
-    start_time = time.monotonic()
-    if name == "restem":
-        options = (f"dataset.path={folder}/task/train1000.jsonl", f"valid_path={folder}/task/valid.jsonl",
-                 f"model.path={start}", *RESTEM)  # fmt: skip
-    else:
-        options = (f"dataset.path={folder}/task/train.jsonl", f"actor.path={start}", *LEARN, *OWN.get(name, ()),
-                 f"exp_ctrl.total_train_steps={STEPS[name]}")  # fmt: skip
-    call("quickstart", name, *directory(folder, name), *layout, *options)
-    seconds, root = time.monotonic() - start_time, folder / "study" / name
-    if name == "restem":
-        model, steps = Path(json.loads((root / "restem.json").read_text())["model"]), 1
-    else:
-        model, steps = root / "models" / "actor" / f"step_{STEPS[name]}", STEPS[name]
-    command = " ".join(["realhf quickstart", name, *layout, *options]).replace(str(folder), "DIR")
-    return Result(name, steps, before, accuracy(folder, name, model), seconds, command)
+def table(results: Results) -> str:
+    found = at_equal_tokens(results)
+    rows = [[name, f"{STEPS[name]}", cell(values)] for name, values in found.items()]
+    return markdown(["algorithm", "steps at most", f"held-out accuracy after {TOKENS:,} sampled tokens"], rows)
 
 
-def table(results: list[Result]) -> str:
-    lines = ["| algorithm | steps | seconds | accuracy before | after | gain |", "|---|---|---|---|---|---|"]
-    lines += [f"| {r.algorithm} | {r.steps} | {r.seconds:.0f} | {r.before:.2f} | {r.after:.2f} "
-              f"| {r.after - r.before:+.2f} |"
-              for r in results]  # fmt: skip
-    commands = [f"{r.command}" for r in results]
-    return "\n".join([*lines, "", "```", *commands, "```", ""])
+def draw(results: Results, figure: Figure) -> None:
+    panel = figure.subplots()
+    for name, runs in results["curves"].items():
+        points = list(zip(*runs, strict=True))
+        means, errors = zip(*(mean_and_error([y for _, y in some]) for some in points), strict=True)
+        xs = [fmean(x for x, _ in some) / 1000 for some in points]
+        panel.errorbar(xs, means, yerr=errors, capsize=2, marker=".", label=name)
+    panel.set(xlabel="sampled tokens (thousands)", ylabel="held-out accuracy", ylim=(0, 1))
+    panel.legend(fontsize=8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join([*STEPS, "restem"]))
-    parser.add_argument("--workers", type=int, default=2, help="workers per run, one core each")
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        start = initial_model(folder)
-        before = accuracy(folder, "sft", start)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            pending = pool.map(lambda name: study(folder, name, start, before, args.workers), args.only.split(","))
-            results = []
-            for result in pending:
-                print(f"{result.algorithm:<14} {result.before:.3f} -> {result.after:.3f} in {result.seconds:.0f} s")
-                results.append(result)
-    (HERE / "results.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
-    (HERE / "table.md").write_text(table(results))
+    options, began = study_options(__doc__, "algorithms-run", jobs=2), time.monotonic()
+    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+    found = options.map(partial(train, options.folder, model), list(STEPS), SEEDS)
+    results: Results = {"curves": {name: runs for (name,), runs in found.items()}}
+    save_results(HERE, json.loads(json.dumps(results)), began, table(results))
+    save_figure(HERE / "figure.svg", (6, 4), partial(draw, results))
+    print(verdict(results))
 
 
 if __name__ == "__main__":
