@@ -4,7 +4,7 @@
     python -m experiments.all --run NAME ... [--jobs N]
 
 A study is a folder with README.md, whose title, registration and verdict a reader sees, and study.py, which writes
-results.json and table.md, and whose ``verdict`` follows from the results.
+results.json, table.md and figure.svg, and whose verdict follows from the results.
 """
 
 import argparse
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 def studies() -> list[str]:
     """Return the names of studies that were registered before they ran."""
-    return sorted(file.parent.name for file in HERE.glob("*/study.py") if "def verdict(" in file.read_text())
+    return sorted(file.parent.name for file in HERE.glob("*/study.py") if "STUDY = Study(" in file.read_text())
 
 
 def title(name: str) -> str:
@@ -31,7 +31,7 @@ def verdict(name: str) -> Verdict | None:
     """Return the verdict that follows from a study's results, if it has run."""
     if not (HERE / name / "results.json").exists():
         return None
-    found: Verdict = import_module(f"experiments.{name}.study").verdict(load_results(HERE / name))
+    found: Verdict = import_module(f"experiments.{name}.study").STUDY.verdict(load_results(HERE / name))
     return found
 
 

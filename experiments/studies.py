@@ -1,4 +1,4 @@
-"""What all studies share: their verdict, which follows from the results, and figures for light and dark pages."""
+"""What all studies share: their files, their verdict, which follows from the results, and their command line."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,6 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from docs.drawing import for_both_schemes
+from experiments.sums import StudyOptions, study_options
 
 Results = dict[str, Any]
 
@@ -65,14 +67,6 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def save_results(folder: Path, results: Results, began: float, table: str) -> None:
-    """Write results.json, with the time since ``began`` (``time.monotonic``) and the machine, and table.md."""
-    results = {"minutes": round((time.monotonic() - began) / 60, 1), "cores": os.cpu_count(),
-               "machine": platform.machine(), **results}  # fmt: skip
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "table.md").write_text(table)
-
-
 def load_results(folder: Path) -> Results:
     found: Results = json.loads((folder / "results.json").read_text())
     return found
@@ -86,3 +80,30 @@ def save_figure(file: Path, size: tuple[float, float], draw: Callable[[Figure], 
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     file.write_text("\n".join(line.rstrip() for line in for_both_schemes(svg[svg.index("<svg") :]).splitlines()) + "\n")
+
+
+@dataclass(frozen=True)
+class Study:
+    """How a study in ``folder`` gets its results, and what it makes of them; ``size`` of the figure is in inches."""
+
+    folder: Path
+    description: str
+    collect: Callable[[StudyOptions], Results]
+    verdict: Callable[[Results], Verdict]
+    table: Callable[[Results], str]
+    draw: Callable[[Results, Figure], None]
+    size: tuple[float, float]
+    jobs: int = 2
+
+    def main(self) -> None:
+        """Run the study by the command line, and write results.json, table.md and figure.svg."""
+        name = self.folder.name.replace("_", "-")
+        options, began = study_options(self.description, f"{name}-run", self.jobs), time.monotonic()
+        found = self.collect(options)
+        minutes = round((time.monotonic() - began) / 60, 1)
+        results: Results = {"minutes": minutes, "cores": os.cpu_count(), "machine": platform.machine(), **found}
+        (self.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        results = load_results(self.folder)
+        (self.folder / "table.md").write_text(self.table(results))
+        save_figure(self.folder / "figure.svg", self.size, partial(self.draw, results))
+        print(self.verdict(results))

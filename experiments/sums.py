@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +81,27 @@ def supervised_model(folder: Path, name: str, hidden: int, steps: int, *options:
     return folder / "sums" / name / "models" / "model" / f"step_{steps}"
 
 
+def start_model(folder: Path, hidden: int, steps: int) -> Path:
+    """Train the model from which a study starts, with a constant learning rate."""
+    return supervised_model(folder, "start", hidden, steps, "model.optimizer.lr_scheduler_type=constant")
+
+
+def held_out_accuracy(folder: Path, name: str, hidden: int, model: Path, *options: str) -> float:
+    """Return the accuracy of four sampled responses to each held-out sum."""
+    root = run(folder, name, "gen", f"model.path={model}", f"dataset.path={folder}/task{hidden}/valid.jsonl",
+               "dataset.train_bs_n_seqs=100", "judge=True", "sampling.n=4", "sampling.max_new_tokens=32",
+               *options)  # fmt: skip
+    return fmean(line["rew_inf/accuracy"] for line in metrics(root))
+
+
+def training_part(folder: Path, name: str, hidden: int, begin: int, n: int) -> Path:
+    """Write ``n`` rows of the training data from row ``begin`` on, and go on at the first row after the last one."""
+    lines = (folder / f"task{hidden}" / "train.jsonl").read_text().splitlines(keepends=True)
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(lines[(begin + i) % len(lines)] for i in range(n)))
+    return file
+
+
 def task_options(folder: Path, hidden: int, model: Path, prompts: int, steps: int, eval_every: int) -> list[str]:
     """Return the options of a policy-gradient run: data, initial model, length, and two sampled answers in tests."""
     task = folder / f"task{hidden}"
@@ -107,9 +128,3 @@ def curve(root: Path) -> Curve:
 def tokens_to(points: Curve, accuracy: float) -> float:
     """Return the sampled tokens at the first evaluation that reaches an accuracy; inf if none does."""
     return next((tokens for tokens, found in points if found >= accuracy), math.inf)
-
-
-def with_error(values: Sequence[float]) -> str:
-    """Return the mean and the standard error of the mean."""
-    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{mean(values):.3f} +- {error:.3f}"

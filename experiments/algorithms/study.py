@@ -5,26 +5,14 @@
 Runs in FOLDER (default: algorithms-run; finished runs are kept), writes results.json, table.md and figure.svg here.
 """
 
-import json
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    standard_error,
-    verdict_of,
-)
-from experiments.sums import Curve, curve, run, study_options, supervised_model, task_options
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, standard_error, verdict_of
+from experiments.sums import Curve, StudyOptions, curve, run, start_model, task_options
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, ROWS, TOKENS, N_EVALUATIONS = 64, 120, 128, 500_000, 6
@@ -86,15 +74,13 @@ def draw(results: Results, figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "algorithms-run", jobs=2), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(train, options.folder, model), list(STEPS), SEEDS)
-    results: Results = {"curves": {name: runs for (name,), runs in found.items()}}
-    save_results(HERE, json.loads(json.dumps(results)), began, table(results))
-    save_figure(HERE / "figure.svg", (6, 4), partial(draw, results))
-    print(verdict(results))
+    return {"curves": {name: runs for (name,), runs in found.items()}}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (6, 4))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

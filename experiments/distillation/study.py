@@ -14,16 +14,16 @@ from pathlib import Path
 from statistics import mean
 
 from docs.curves_svg import curves_svg
+from experiments.studies import cell
 from experiments.sums import (
     Curve,
     curve,
-    metrics,
+    held_out_accuracy,
     run,
     study_options,
     supervised_model,
     task_options,
     tokens_to,
-    with_error,
 )
 
 HERE = Path(__file__).parent
@@ -38,13 +38,6 @@ METHODS = {  # experiment, steps, options
     "GRPO, 600 steps": ("grpo", 600, ("ppo.group_size=4",)),
 }
 OPTIMIZER = ("actor.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=linear")
-
-
-def teacher_accuracy(folder: Path, teacher: Path) -> float:
-    data = f"dataset.path={folder}/task{HIDDEN}/valid.jsonl"
-    root = run(folder, "teacher-valid", "gen", f"model.path={teacher}", data, "dataset.train_bs_n_seqs=100",
-               "judge=True", "sampling.n=4", "sampling.max_new_tokens=32")  # fmt: skip
-    return mean(line["rew_inf/accuracy"] for line in metrics(root))
 
 
 def study(folder: Path, student: Path, teacher: Path, method: str, seed: int) -> Curve:
@@ -71,7 +64,7 @@ def table(curves: dict[str, list[Curve]], accuracy: float) -> str:
         needed = [tokens_to(points, goal) for points in runs]
         texts = [f"{n / 1000:.0f}" if isfinite(n) else f"not in {runs[i][-1][0] / 1000:.0f}"
                  for i, n in enumerate(needed)]  # fmt: skip
-        rows.append(f"| {method} | {with_error([points[-1][1] for points in runs])} | {', '.join(texts)} |")
+        rows.append(f"| {method} | {cell([points[-1][1] for points in runs])} | {', '.join(texts)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -80,7 +73,7 @@ def main() -> None:
     folder, constant = options.folder, "model.optimizer.lr_scheduler_type=constant"
     teacher = supervised_model(folder, "teacher", 2 * HIDDEN, TEACHER_STEPS)
     student = supervised_model(folder, "student", HIDDEN, SFT_STEPS, constant)
-    accuracy = teacher_accuracy(folder, teacher)
+    accuracy = held_out_accuracy(folder, "teacher-valid", HIDDEN, teacher)
     found = options.map(partial(study, folder, student, teacher), METHODS, SEEDS)
     curves = {method: runs for (method,), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps({"teacher": accuracy, "curves": curves}, indent=1))

@@ -8,7 +8,6 @@ Runs in FOLDER (default: dpo-vs-ppo-run; finished runs are kept), writes results
 import json
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,58 +15,31 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from experiments.dpo_vs_ppo.toy import POLICIES, unseen_mass
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    verdict_of,
-)
-from experiments.sums import ROOT, metrics, run, study_options, supervised_model
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, verdict_of
+from experiments.sums import ROOT, StudyOptions, held_out_accuracy, run, start_model, training_part
+from realhf.experiments.restem import newest_model, read_generations
 
 HERE = Path(__file__).parent
-HIDDEN, SFT_STEPS, N_PROMPTS, N_SAMPLES, ROUNDS = 64, 120, 600, 8, 3
+HIDDEN, SFT_STEPS, N_PROMPTS, N_SAMPLES, ROUNDS, SHIFT = 64, 120, 600, 8, 3, 700
 SEEDS, TOY_SEEDS, MOST, LEAST = (1, 2, 3, 4, 5), range(1, 11), 0.9, 0.1
 METHODS = ("start", "DPO", "iterative DPO", "PPO")
 DPO = ("dpo.beta=0.1", "dataset.train_bs_n_seqs=32", "dataset.max_pairs_per_prompt=4", "actor.optimizer.lr=2e-4",
        "actor.optimizer.lr_scheduler_type=constant")  # fmt: skip
-PPO = ("ppo.group_size=4", "ppo.kl_ctl=0.05", "ppo.gen.max_new_tokens=32", "dataset.train_bs_n_seqs=32",
+RW = ("dataset.train_bs_n_seqs=32", "dataset.max_pairs_per_prompt=4", "dataset.eval_fraction=0.1",
+      "model.optimizer.lr=1e-3", "exp_ctrl.total_train_epochs=4")  # fmt: skip
+PPO = ("save_roles=[actor]", "ppo.group_size=4", "ppo.kl_ctl=0.05", "ppo.gen.max_new_tokens=32",
+       "dataset.train_bs_n_seqs=32",
        "actor.optimizer.lr=3e-4", "critic.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=constant",
        "exp_ctrl.total_train_steps=60", "exp_ctrl.total_train_epochs=100", "score.normalise=True")  # fmt: skip
 SAMPLING = (f"sampling.n={N_SAMPLES}", "sampling.max_new_tokens=32", "n_logged_generations=-1",
             "dataset.train_bs_n_seqs=100")  # fmt: skip
 
 
-def newest(root: Path, role: str) -> Path:
-    return max((root / "models" / role).glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def accuracy(folder: Path, name: str, policy: Path, seed: int) -> float:
-    """Return the accuracy of four sampled responses to each held-out sum."""
-    root = run(folder, f"{name}-valid", "gen", f"model.path={policy}", "judge=True", "sampling.n=4",
-               f"dataset.path={folder}/task{HIDDEN}/valid.jsonl", "dataset.train_bs_n_seqs=100",
-               "sampling.max_new_tokens=32", f"seed={seed}")  # fmt: skip
-    return fmean(line["rew_inf/accuracy"] for line in metrics(root))
-
-
-def prompts(folder: Path, name: str, seed: int, part: int) -> Path:
-    """Write the prompts of a part of the data, which starts at another row for every seed."""
-    lines = (folder / f"task{HIDDEN}" / "train.jsonl").read_text().splitlines(keepends=True)
-    begin = (700 * seed + N_PROMPTS // ROUNDS * part) % len(lines)
-    size = N_PROMPTS if name == "pairs" else N_PROMPTS // ROUNDS
-    file = folder / f"{name}-{seed}-{part}.jsonl"
-    file.write_text("".join((lines + lines)[begin : begin + size]))
-    return file
-
-
 def verified_pairs(folder: Path, start: Path, seed: int) -> Path:
     """Sample responses of the initial policy; return the file of pairs of right and wrong ones."""
-    data = f"dataset.path={prompts(folder, 'pairs', seed, 0)}"
-    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", data, *SAMPLING, "judge=True",
-               "reward.wrong_reward=0", f"seed={seed}")  # fmt: skip
+    prompts = training_part(folder, f"pairs-{seed}", HIDDEN, SHIFT * seed, N_PROMPTS)
+    root = run(folder, f"samples-{seed}", "gen", f"model.path={start}", f"dataset.path={prompts}", *SAMPLING,
+               "judge=True", "reward.wrong_reward=0", f"seed={seed}")  # fmt: skip
     file = folder / f"verified-{seed}.jsonl"
     builder = ROOT / "examples" / "build_pairs.py"
     subprocess.run([sys.executable, builder, root / "generations", file, "--max-pairs", "4"], check=True,
@@ -77,15 +49,16 @@ def verified_pairs(folder: Path, start: Path, seed: int) -> Path:
 
 def scored_pairs(folder: Path, policy: Path, rewards: Path, seed: int, part: int) -> Path:
     """Sample responses of a policy; return the file of pairs of the best and the worst by the reward model."""
+    n = N_PROMPTS // ROUNDS
+    prompts = training_part(folder, f"scored-{seed}-{part}", HIDDEN, SHIFT * seed + n * part, n)
     root = run(folder, f"scored-{seed}-{part}", "score", f"policy.path={policy}", f"rew.path={rewards}", *SAMPLING,
-               f"dataset.path={prompts(folder, 'scored', seed, part)}", f"seed={seed + 100 * part}")  # fmt: skip
+               f"dataset.path={prompts}", f"seed={seed + 100 * part}")  # fmt: skip
     groups: dict[str, list[dict]] = {}
-    for path in (root / "generations").glob("step_*.jsonl"):
-        for row in map(json.loads, path.read_text().splitlines()):
-            groups.setdefault(row["prompt"], []).append(row)
+    for row in read_generations(root):
+        groups.setdefault(row["prompt"], []).append(row)
     pairs = []
     for prompt, rows in groups.items():
-        rows.sort(key=lambda row: row["score"])
+        rows.sort(key=lambda row: row["rewards"])
         worst, best = rows[0]["response"], rows[-1]["response"]
         if worst != best:
             pairs.append({"prompt": prompt, "pos_answers": [best], "neg_answers": [worst]})
@@ -97,16 +70,14 @@ def scored_pairs(folder: Path, policy: Path, rewards: Path, seed: int, part: int
 def dpo(folder: Path, name: str, policy: Path, pairs: Path, epochs: int, seed: int) -> Path:
     root = run(folder, name, "dpo", f"actor.path={policy}", f"dataset.path={pairs}", *DPO,
                f"exp_ctrl.total_train_epochs={epochs}", f"seed={seed}")  # fmt: skip
-    return newest(root, "actor")
+    return newest_model(root)
 
 
 def train(folder: Path, start: Path, seed: int) -> dict[str, float]:
     """Return the accuracy of every method."""
     pairs = verified_pairs(folder, start, seed)
-    rewards = newest(run(folder, f"rewards-{seed}", "rw", f"model.path={start}", f"dataset.path={pairs}",
-                         "dataset.train_bs_n_seqs=32", "dataset.max_pairs_per_prompt=4", "model.optimizer.lr=1e-3",
-                         "dataset.eval_fraction=0.1", "exp_ctrl.total_train_epochs=4", f"seed={seed}"),
-                     "model")  # fmt: skip
+    rewards = newest_model(run(folder, f"rewards-{seed}", "rw", f"model.path={start}", f"dataset.path={pairs}", *RW,
+                               f"seed={seed}"))  # fmt: skip
     policies = {"start": start, "DPO": dpo(folder, f"dpo-{seed}", start, pairs, ROUNDS, seed)}
     policy = start
     for part in range(ROUNDS):
@@ -115,8 +86,9 @@ def train(folder: Path, start: Path, seed: int) -> dict[str, float]:
     policies["iterative DPO"] = policy
     root = run(folder, f"ppo-{seed}", "ppo", f"actor.path={start}", f"rew.path={rewards}", *PPO,
                f"dataset.path={folder}/task{HIDDEN}/train.jsonl", f"seed={seed}")  # fmt: skip
-    policies["PPO"] = newest(root, "actor")
-    found = {name: accuracy(folder, f"{name.replace(' ', '-')}-{seed}", path, seed) for name, path in policies.items()}
+    policies["PPO"] = newest_model(root)
+    found = {name: held_out_accuracy(folder, f"{name.replace(' ', '-')}-{seed}-valid", HIDDEN, path, f"seed={seed}")
+             for name, path in policies.items()}  # fmt: skip
     print(f"seed {seed}: {found}", flush=True)
     return found
 
@@ -161,14 +133,12 @@ def draw(results: Results, figure: Figure) -> None:
         panel.set_xticklabels(list(bars), rotation=15)
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "dpo-vs-ppo-run", jobs=2), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
-    results: Results = {"sums": options.map(partial(train, options.folder, model), SEEDS)[()], "toy": toy()}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (9, 3.6), partial(draw, results))
-    print(verdict(results))
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
+    return {"sums": options.map(partial(train, options.folder, model), SEEDS)[()], "toy": toy()}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (9, 3.6))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

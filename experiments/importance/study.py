@@ -9,7 +9,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from experiments.sums import curve, metrics, run, study_options, supervised_model, task_options, with_error
+from experiments.studies import cell
+from experiments.sums import curve, metrics, run, study_options, supervised_model, task_options
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS = 64, 120, 100, 64
@@ -43,7 +44,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
     for wrong in WRONG:
         runs = {method: results[f"{wrong}/{method}"] for method in METHODS}
         difference = sum(one["logprob_diff"] for one in runs["none"]) / len(SEEDS)
-        cells = [with_error([one["accuracy"] for one in some]) for some in runs.values()]
+        cells = [cell([one["accuracy"] for one in some]) for some in runs.values()]
         rows.append(f"| {wrong} | {difference:.4f} | {' | '.join(cells)} |")
     rows += [
         "",

@@ -5,7 +5,6 @@
 Runs everything in FOLDER (default: kl-run; finished runs are kept), writes results.json, table.md and figure.svg here.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,17 +12,8 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from experiments.kl.enumeration import best_reward, bias, optimum
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    verdict_of,
-)
-from experiments.sums import curve, metrics, run, study_options, supervised_model, task_options
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, verdict_of
+from experiments.sums import StudyOptions, curve, metrics, run, start_model, task_options
 from realhf.api.config import KLEstimator
 
 HERE = Path(__file__).parent
@@ -110,16 +100,14 @@ def draw(results: Results, figure: Figure) -> None:
     panels[1].legend(fontsize=7)
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "kl-run", jobs=2), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     cases = [FREE] + [f"{place}/{name}/{beta}" for place in PLACES for name in ESTIMATORS for beta in BETAS]
     found = options.map(partial(train, options.folder, model), cases, SEEDS)
-    results: Results = {"sums": {case: runs for (case,), runs in found.items()}, **enumerate_all()}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (9, 3.6), partial(draw, results))
-    print(verdict(results))
+    return {"sums": {case: runs for (case,), runs in found.items()}, **enumerate_all()}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (9, 3.6))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

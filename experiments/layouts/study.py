@@ -5,8 +5,6 @@
 Runs everything in FOLDER (default: layouts-run; finished runs are kept), writes results.json, table.md and figure.svg.
 """
 
-import json
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from experiments.studies import Results, Verdict, markdown, save_figure, save_results, verdict_of
-from experiments.sums import curve, run, study_options, supervised_model, task_options
+from experiments.studies import Results, Study, Verdict, markdown, verdict_of
+from experiments.sums import StudyOptions, curve, run, start_model, task_options
+from realhf.experiments.restem import read_generations
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, GROUP = 64, 120, 20, 32, 4
@@ -45,11 +44,10 @@ def train(folder: Path, model: Path, case: str, seed: int) -> Path:
 
 def responses(root: Path) -> list[Tokens]:
     """Return the rows of every step, in the order of prompts and samples."""
-    steps = []
-    for step in range(1, STEPS + 1):
-        lines = (root / "generations" / f"step_{step}.jsonl").read_text().splitlines()
-        steps.append(sorted(map(json.loads, lines), key=lambda row: (row["prompt_id"], row["sample"])))
-    return steps
+    rows, n = list(read_generations(root)), PROMPTS * GROUP  # in the order of steps
+    assert len(rows) == STEPS * n
+    steps = (rows[i : i + n] for i in range(0, len(rows), n))
+    return [sorted(step, key=lambda row: (row["prompt_id"], row["sample"])) for step in steps]
 
 
 def differences(root: Path, other: Path) -> dict[str, Any]:
@@ -96,18 +94,16 @@ def draw(results: Results, figure: Figure) -> None:
     panel.invert_yaxis()
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "layouts-run"), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(train, options.folder, model), list(LAYOUTS), SEEDS)
     roots = {case: runs for (case,), runs in found.items()}
     compared = {case: [differences(one, other) for one, other in zip(roots["d1"], runs, strict=True)]
                 for case, runs in roots.items() if case != "d1"}  # fmt: skip
-    results: Results = {"layouts": compared}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (7, 3.6), partial(draw, results))
-    print(verdict(results))
+    return {"layouts": compared}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (7, 3.6), jobs=1)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

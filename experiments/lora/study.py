@@ -9,7 +9,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from experiments.sums import curve, run, study_options, supervised_model, task_options, with_error
+from experiments.studies import cell
+from experiments.sums import curve, run, start_model, study_options, task_options
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, EVAL_EVERY = 128, 100, 120, 32, 24
@@ -36,14 +37,13 @@ def table(results: dict[str, list[list[float]]]) -> str:
     steps = range(0, STEPS + 1, EVAL_EVERY)
     rows = ["| method | " + " | ".join(f"step {step}" for step in steps) + " |", "|---" * (len(steps) + 1) + "|"]
     for method, runs in results.items():
-        rows.append(f"| {method} | {' | '.join(with_error(found) for found in zip(*runs, strict=True))} |")
+        rows.append(f"| {method} | {' | '.join(cell(found) for found in zip(*runs, strict=True))} |")
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
     options = study_options(__doc__, "lora-run")
-    constant = "model.optimizer.lr_scheduler_type=constant"
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, constant)
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(study, options.folder, model), METHODS, SEEDS)
     results = {method: runs for (method,), runs in found.items()}
     (HERE / "results.json").write_text(json.dumps(results, indent=1))

@@ -6,25 +6,14 @@ Runs everything in FOLDER (default: restem-run; finished runs are kept), writes 
 """
 
 import json
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    standard_error,
-    verdict_of,
-)
-from experiments.sums import make_task, metrics, run, study_options, supervised_model
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, standard_error, verdict_of
+from experiments.sums import StudyOptions, held_out_accuracy, run, start_model, training_part
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, ROUNDS, SEEDS = 64, 120, 4, (1, 2, 3, 4, 5)
@@ -34,10 +23,7 @@ TEMPERATURE = "temperature=1.0"
 
 def train(folder: Path, model: Path, case: str, seed: int) -> list[dict[str, float]]:
     """Return for each round the number and share of selected samples, and the held-out accuracy after it."""
-    prompts = folder / f"train{CASES[case]}-{seed}.jsonl"
-    lines = (folder / f"task{HIDDEN}" / "train.jsonl").read_text().splitlines(keepends=True)
-    begin = 400 * seed
-    prompts.write_text("".join((lines + lines)[begin : begin + CASES[case]]))
+    prompts = training_part(folder, f"train{CASES[case]}-{seed}", HIDDEN, 400 * seed, CASES[case])
     root = run(folder, f"restem-{CASES[case]}-{seed}", "restem", f"model.path={model}", f"dataset.path={prompts}",
                f"valid_path={folder}/task{HIDDEN}/valid.jsonl", "dataset.train_bs_n_seqs=200", f"n_rounds={ROUNDS}",
                "sampling.max_new_tokens=32", f"sampling.{TEMPERATURE}", "sampling.top_p=1.0", "validation.n=4",
@@ -48,12 +34,6 @@ def train(folder: Path, model: Path, case: str, seed: int) -> list[dict[str, flo
              for one in rounds]  # fmt: skip
     print(f"{case} seed {seed}: {[round(one['accuracy'], 3) for one in found]}", flush=True)
     return found
-
-
-def initial_accuracy(folder: Path, model: Path) -> float:
-    root = run(folder, "valid", "gen", f"model.path={model}", f"dataset.path={folder}/task{HIDDEN}/valid.jsonl",
-               "dataset.train_bs_n_seqs=100", "judge=True", "sampling.n=4", "sampling.max_new_tokens=32")  # fmt: skip
-    return fmean(line["rew_inf/accuracy"] for line in metrics(root))
 
 
 def gains(runs: list[list[dict[str, float]]], start: float) -> list[list[float]]:
@@ -94,17 +74,14 @@ def draw(results: Results, figure: Figure) -> None:
     panel.legend()
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "restem-run", jobs=2), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
-    make_task(options.folder, HIDDEN)
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(train, options.folder, model), list(CASES), SEEDS)
     rounds = {case: runs for (case,), runs in found.items()}
-    results: Results = {"start": initial_accuracy(options.folder, model), "rounds": rounds}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (5, 3.4), partial(draw, results))
-    print(verdict(results))
+    return {"start": held_out_accuracy(options.folder, "valid", HIDDEN, model), "rounds": rounds}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (5, 3.4))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -5,7 +5,6 @@
 Runs in FOLDER (default: reward-design-run; finished runs are kept), writes results.json, table.md and figure.svg.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,18 +12,8 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from experiments.reward_design.task import make_task
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    standard_error,
-    verdict_of,
-)
-from experiments.sums import curve, metrics, run, study_options
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, standard_error, verdict_of
+from experiments.sums import StudyOptions, curve, metrics, run
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, GROUP, EVAL_EVERY, LAST = 64, 120, 100, 32, 4, 20, 10
@@ -114,15 +103,13 @@ def draw(results: Results, figure: Figure) -> None:
     panels[0].legend(fontsize=7)
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "reward-design-run", jobs=2), time.monotonic()
+def collect(options: StudyOptions) -> Results:
     policy, prm = start(options.folder)
     found = options.map(partial(train, options.folder, policy, prm), list(REWARDS), SEEDS)
-    results: Results = {"runs": {case: runs for (case,), runs in found.items()}}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (9, 3.6), partial(draw, results))
-    print(verdict(results))
+    return {"runs": {case: runs for (case,), runs in found.items()}}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (9, 3.6))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -6,25 +6,14 @@ Runs everything in FOLDER (default: staleness-run; finished runs are kept), writ
 Every run has two workers, of which one samples and one trains.
 """
 
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    standard_error,
-    verdict_of,
-)
-from experiments.sums import curve, metrics, run, study_options, supervised_model, task_options
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, standard_error, verdict_of
+from experiments.sums import StudyOptions, curve, metrics, run, start_model, task_options
 
 HERE = Path(__file__).parent
 HIDDEN, SFT_STEPS, STEPS, PROMPTS, GROUP = 64, 120, 100, 32, 8
@@ -88,15 +77,13 @@ def draw(results: Results, figure: Figure) -> None:
     panels[0].legend()
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "staleness-run"), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(train, options.folder, model), list(LOSSES), STALENESS, SEEDS)
-    results: Results = {"runs": {f"{loss}/{staleness}": runs for (loss, staleness), runs in found.items()}}
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (8, 3.4), partial(draw, results))
-    print(verdict(results))
+    return {"runs": {f"{loss}/{staleness}": runs for (loss, staleness), runs in found.items()}}
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (8, 3.4), jobs=1)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -7,24 +7,14 @@ Runs everything in FOLDER (default: vineppo-run; finished runs are kept), writes
 
 import json
 import math
-import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
-from experiments.studies import (
-    Results,
-    Verdict,
-    cell,
-    markdown,
-    mean_and_error,
-    save_figure,
-    save_results,
-    verdict_of,
-)
-from experiments.sums import metrics, run, study_options, supervised_model, task_options
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, verdict_of
+from experiments.sums import StudyOptions, metrics, run, start_model, task_options
 from experiments.vineppo.values import quality
 
 HERE = Path(__file__).parent
@@ -73,7 +63,8 @@ def verdict(results: Results) -> Verdict:
     critic, vine = (fmean(one[key] for one in results["values"]) for key in ("critic", "monte_carlo"))
     chance = fmean(one["chance"] for one in results["values"])
     steps = {name: median(to_target(points, "step") for points in runs) for name, runs in results["runs"].items()}
-    conditions = [vine >= critic + BETTER, steps["vineppo"] <= FASTER * steps["ppo-math"]]
+    is_faster = math.isfinite(steps["vineppo"]) and steps["vineppo"] <= FASTER * steps["ppo-math"]
+    conditions = [vine >= critic + BETTER, is_faster]
     figures = (f"best next step picked: nine rollouts {vine:.2f}, critic {critic:.2f}, chance {chance:.2f}; median "
                f"steps to {TARGET}: {', '.join(f'{name} {value:g}' for name, value in steps.items())}")  # fmt: skip
     return verdict_of(conditions, figures)
@@ -98,21 +89,19 @@ def draw(results: Results, figure: Figure) -> None:
             means, errors = zip(*some, strict=True)
             panel.errorbar(xs, means, yerr=errors, capsize=2, marker=".", label=name)
         panel.axhline(TARGET, color="#999", linewidth=0.8)
-        panel.set(xlabel=label)
-    panels[0].set(ylabel="held-out accuracy")
+        panel.set(xlabel=label, ylabel="held-out accuracy")
     panels[0].legend()
 
 
-def main() -> None:
-    options, began = study_options(__doc__, "vineppo-run", jobs=2), time.monotonic()
-    model = supervised_model(options.folder, "start", HIDDEN, SFT_STEPS, "model.optimizer.lr_scheduler_type=constant")
+def collect(options: StudyOptions) -> Results:
+    model = start_model(options.folder, HIDDEN, SFT_STEPS)
     found = options.map(partial(train, options.folder, model), list(STEPS), SEEDS)
     results: Results = {"runs": {name: runs for (name,), runs in found.items()}}
     results["values"] = options.map(partial(values, options.folder), SEEDS)[()]
-    save_results(HERE, results, began, table(results))
-    save_figure(HERE / "figure.svg", (9, 3.6), partial(draw, results))
-    print(verdict(results))
+    return results
 
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (9, 3.6))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from experiments.sums import run
+from realhf.experiments.restem import read_generations
 
 N_STATES, N_STEPS, N_TRUTH, N_ROLLOUTS, N_DRAWS = 200, 4, 256, 9, 200
 SPREAD = 0.1
@@ -28,14 +29,13 @@ class State:
 def sample(folder: Path, name: str, policy: Path, rows: Sequence[dict], n: int, seed: int) -> list[list[dict]]:
     """Return ``n`` sampled responses to every row's prompt, with rewards 0 or 1."""
     file = folder / f"{name}.jsonl"
-    file.write_text("".join(json.dumps({"query_id": f"q{i}", **row}) + "\n" for i, row in enumerate(rows)))
+    file.write_text("".join(json.dumps({**row, "query_id": f"q{i}"}) + "\n" for i, row in enumerate(rows)))
     root = run(folder, name, "gen", f"model.path={policy}", f"dataset.path={file}", "dataset.shuffle=False",
                f"dataset.train_bs_n_seqs={min(len(rows), 50)}", "judge=True", f"sampling.n={n}",
                "sampling.max_new_tokens=32", "n_logged_generations=-1", f"seed={seed}")  # fmt: skip
     found: list[list[dict]] = [[] for _ in rows]
-    for path in (root / "generations").glob("step_*.jsonl"):
-        for row in map(json.loads, path.read_text().splitlines()):
-            found[int(row["fields"]["query_id"][1:])].append(row)
+    for row in read_generations(root):
+        found[int(row["fields"]["query_id"][1:])].append(row)
     return found
 
 
