@@ -155,7 +155,7 @@ class RunSpec:
 
 def model_config(role: RoleSpec) -> ModelConfig:
     """Read a role's architecture from its model directory or config file; ValueError if it is invalid."""
-    source = role.spec.config if role.spec.init_from_scratch else role.spec.path
+    source = role.spec.path if role.spec.path and not role.spec.init_from_scratch else role.spec.config
     config = read_hf_config(Path(source or ""), scalar_head=role.scalar_head, text_only=role.spec.text_only)
     if length := role.spec.rotary_length:
         config = with_rotary_length(config, length)

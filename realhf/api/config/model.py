@@ -60,7 +60,7 @@ class LoraOptions:
 @dataclass
 class ModelSpec:
     path: str | None = opt(None, "Hugging Face folder with weights and tokenizer, or ORG/NAME[@revision]", MODEL)
-    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch", MODEL)
+    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch or for `realhf plan`", MODEL)
     tokenizer: str | None = opt(None, "tokenizer folder (default: path)", MODEL)
     init_from_scratch: bool = opt(False, "initialize random weights from config, seeded")
     text_only: bool = opt(False, "use the text part of a multimodal model, and save it alone")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from realhf.api.config import Device, ExperimentConfig
+from realhf.api.config.model import ModelSpec
 from realhf.api.config.option import leaves, range_problems
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.execution_plan import ExecutionPlan
@@ -288,11 +289,25 @@ def check_models(roles: dict[str, RoleSpec], findings: Findings, launching: bool
 def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
     """Return a role's architecture; a launch also requires its weights."""
     options = spec.spec
+    check_source(role, options, launching)
+    config = model_config(spec)
+    if options.lora.init_from and not options.lora.rank:
+        raise UserError(f"{role}.lora.init_from needs {role}.lora.rank and {role}.lora.alpha of its adapters")
+    if options.lora.init_from and config.lora and config.lora.rank:
+        check_adapter(Path(options.lora.init_from), config)
+    return config
+
+
+def check_source(role: str, options: ModelSpec, launching: bool) -> None:
+    """Raise UserError unless a role has a folder of weights, or a configuration for random weights or a plan."""
     if options.init_from_scratch:
         if not options.config:
             raise UserError(f"{role}.init_from_scratch=True needs {role}.config=FOLDER_OR_JSON")
     elif not options.path:
-        raise UserError(f"{role}.path is not set (a Hugging Face folder), and {role}.init_from_scratch is not True")
+        if launching or not options.config:
+            raise UserError(f"{role}.path is not set (a Hugging Face folder), and {role}.init_from_scratch is not True")
+    elif options.config:
+        raise UserError(f"{role}.config={options.config} is not read: {role}.path has a configuration of its own")
     elif not Path(options.path).is_dir():
         raise UserError(f"{role}.path={options.path}: there is no such folder")
     elif (Path(options.path) / ADAPTER_CONFIG).is_file():
@@ -302,12 +317,6 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
         raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
     elif launching and (problems := weight_problems(Path(options.path))):
         raise UserError([f"{role}.path={options.path}: {problem}" for problem in problems])
-    config = model_config(spec)
-    if options.lora.init_from and not options.lora.rank:
-        raise UserError(f"{role}.lora.init_from needs {role}.lora.rank and {role}.lora.alpha of its adapters")
-    if options.lora.init_from and config.lora and config.lora.rank:
-        check_adapter(Path(options.lora.init_from), config)
-    return config
 
 
 def weight_problems(folder: Path) -> list[str]:

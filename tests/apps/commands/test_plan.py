@@ -32,6 +32,15 @@ def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
     assert sorted(workers) == list(range(128)) and found["peak_bytes"] < 80e9
 
 
+def test_a_config_alone_is_a_model(plan: Command) -> None:
+    by_path = plan.ppo("allocation_mode=d2t2p2")
+    machine = ("device=cuda", "planner.hardware=h100", "n_gpus_per_node=8", "dataset.train_bs_n_seqs=32")
+    models = ("actor.config=7b", "rew.config=7b/config.json", "actor.bf16=True", "critic.bf16=True", "rew.bf16=True")
+    assert plan("ppo", *models, *machine, "allocation_mode=d2t2p2") == by_path
+    both = plan("ppo", *models, *machine, "actor.path=7b")
+    assert "actor.config=7b is not read: actor.path has a configuration of its own" in both.err and both.code == 2
+
+
 def test_tables(plan: Command) -> None:
     result = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
     assert (result.code, result.err) == (0, "")
