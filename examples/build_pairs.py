@@ -4,7 +4,8 @@
     python examples/build_pairs.py runs/ppo-math/trial/generations pairs.jsonl --max-pairs 8
     realhf quickstart dpo dataset.path=pairs.jsonl ...
 
-A response is right if its reward exceeds --threshold. Prompts whose responses are all right or all wrong are skipped.
+A response is right if its reward exceeds --threshold. Prompts whose responses are all right or all wrong are skipped,
+and empty responses.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def read_generations(folder: Path) -> dict[str, list[dict]]:
         with file.open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 row["prompt"] = (row.get("fields") or row)["prompt"]  # as in the data file: text, or messages
-                if "rewards" in row:  # not if scoring has failed
+                if "rewards" in row and row["response"]:  # not if scoring has failed; data sets have no empty answers
                     prompts.setdefault(json.dumps(row["prompt"]), []).append(row)
     return prompts
 

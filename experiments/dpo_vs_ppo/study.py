@@ -55,7 +55,8 @@ def scored_pairs(folder: Path, policy: Path, rewards: Path, seed: int, part: int
                f"dataset.path={prompts}", f"seed={seed + 100 * part}")  # fmt: skip
     groups: dict[str, list[dict]] = {}
     for row in read_generations(root):
-        groups.setdefault(row["prompt"], []).append(row)
+        if row["response"]:  # data sets have no empty answers
+            groups.setdefault(row["prompt"], []).append(row)
     pairs = []
     for prompt, rows in groups.items():
         rows.sort(key=lambda row: row["rewards"])

@@ -137,7 +137,7 @@ def test_build_pairs(tmp_path: Path) -> None:
     """One prompt in two steps, another with right responses only, a third in messages."""
     chat = [{"role": "user", "content": "?"}]
     answers = {
-        "step_2": [("q", "good", 1.0, None), ("all", "x", 1.0, None), ("q", "bad", -1.0, None)],
+        "step_2": [("q", "good", 1.0, None), ("all", "x", 1.0, None), ("q", "bad", -1.0, None), ("q", "", -1.0, None)],
         "step_10": [
             ("q", "worse", -1.0, None),
             ("u:?", "yes", 0.5, {"prompt": chat}),
