@@ -15,6 +15,11 @@ class GenerationConfig:
     top_k: int = opt(0, "sample from the k most likely tokens, 0 for all", NATURAL)
     temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding", NON_NEGATIVE)
     stop_token_ids: list[int] = opt(list, "token ids that end a response, besides the EOS token", NATURAL)
+    prompt_lookup_num_tokens: int = opt(
+        0,
+        "maximum number of tokens proposed from a row's own text per step, 0 for none; on CPUs, for few rows",
+        NATURAL,
+    )
     max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)", COUNT)
 
 

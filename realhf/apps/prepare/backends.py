@@ -43,6 +43,8 @@ def vllm_problems(
     if sampling and truncates and sampling.temperature not in (0.0, 1.0):
         problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: vLLM "
                         "returns no log-probs before truncation at another temperature")  # fmt: skip
+    if sampling and sampling.prompt_lookup_num_tokens:
+        problems.append("gen.prompt_lookup_num_tokens needs backend=native")
     if error := _import_error(python):
         problems.append(f"backend=vllm: {python} cannot import vllm ({error}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm creates one)")  # fmt: skip

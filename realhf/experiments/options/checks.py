@@ -110,6 +110,8 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str
         (not (env.partial_tokens and ppo.dynamic_sampling),
          "env.partial_tokens and ppo.dynamic_sampling are set: unfinished prompts would be replaced"),
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
+        (not ppo.gen.prompt_lookup_num_tokens,
+         "ppo.gen.prompt_lookup_num_tokens is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
         (ppo.length_penalty.value == "none", "ppo.length_penalty is for single responses; not with env.cls"),
         (ppo.gae_lambda_alpha is None, "ppo.gae_lambda_alpha is for single responses; not with env.cls"),

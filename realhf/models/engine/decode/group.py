@@ -14,6 +14,7 @@ from realhf.models.engine.decode.cuda_graphs import (
     KeptDecoder,
     decodes_on_device,
 )
+from realhf.models.engine.decode.lookup import PromptLookup, Proposal
 from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.transformer import Transformer
@@ -53,6 +54,7 @@ class DecodeGroup:
         self.cache = self._decoder.cache if self._decoder else new_cache()
         copies_prefixes = not model.config.delta_layers  # of the model: all stages have the same plan
         self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes(), copies_prefixes)
+        self._lookup = self._new_lookup()
         self.logprobs: list[tuple[Tensor, Tensor]] = []
         self.experts: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
 
@@ -64,6 +66,13 @@ class DecodeGroup:
         mean_length = sum(request.lengths) / len(request.lengths)
         saved = cache.bytes_per_token * mean_length * cache.n_slots * (1 - 1 / request.n)
         return not cache.by_token or saved >= MIN_SAVED_BYTES
+
+    def _new_lookup(self) -> PromptLookup | None:
+        """Return what proposes tokens, if it is asked for and a step can take several tokens of a row."""
+        most, model = self.request.config.prompt_lookup_num_tokens, self.model
+        # recurrent states behind a wrong token cannot be taken back
+        is_able = model.is_first and model.is_last and model.decodes_tokens_together and not model.config.delta_layers
+        return PromptLookup(most) if most and is_able else None
 
     def close(self) -> None:
         """Return the cache, after the last turn."""
@@ -92,6 +101,10 @@ class DecodeGroup:
             table, options = slots.state(self._seed_mask), self._step_options
             groups = slots.prefix_groups(self._decoder.size_for(slots.n_live))
             return self._decoder.run(self._sample_step, table, self.request.stop_tokens, options, n_steps, groups)
+        if slots.prefill is None and self._lookup is not None:
+            proposal = self._lookup.propose(slots.rows.tolist(), slots.last.tolist(), slots.room.tolist())
+            if proposal is not None:
+                return self._verify(proposal)
         if slots.prefill is None:
             inputs = slots.inputs
             hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, self._prefixes(), slots.longest)
@@ -102,6 +115,22 @@ class DecodeGroup:
         tokens, *logprobs = self._sample(hidden, self.request.seed, *slots.counters)
         self.logprobs.append((logprobs[0], logprobs[1]))
         return tokens
+
+    def _verify(self, proposal: Proposal) -> Tensor:
+        """Compute proposed tokens and return those that are kept, as several steps: ``[k, 3, S]``."""
+        slots, rows = self.slots, proposal.rows
+        self.cache.copy_slots(slots.own_prompts())
+        _, positions, *counters = slots.inputs.numpy()[:, rows]
+        moved = [torch.from_numpy(numbers + proposal.offsets) for numbers in (positions, counters[-1])]
+        tokens, index = torch.from_numpy(proposal.tokens), torch.from_numpy(rows)
+        hidden = self.model.decode(tokens, moved[0], self.cache, longest=int(moved[0].max()) + 1, slots=index)
+        prompts, samples = (torch.from_numpy(numbers) for numbers in counters[:2])
+        sampled = torch.stack([x.double() for x in self._sample(hidden, self.request.seed, prompts, samples, moved[1])])
+        n_kept = proposal.n_kept(sampled[0].numpy().astype(np.int64), self.request.stop_ids)
+        steps = torch.full((int(n_kept.max()), 3, slots.n_live), float(SKIPPED), dtype=torch.float64)
+        kept = np.flatnonzero(proposal.offsets < n_kept[rows])
+        steps[proposal.offsets[kept], :, rows[kept]] = sampled[:, kept].T
+        return steps
 
     @cached_property
     def _seed_mask(self) -> int:
@@ -170,6 +199,8 @@ class DecodeGroup:
             rows, counts, where = self.slots.finished_tokens()
             slots, positions = on_device(torch.from_numpy(where), self.cache.k.device)
             self.experts.append((rows, counts, self.cache.experts.read(slots, positions)))
+        if self._lookup is not None:
+            self._lookup.end(self.slots.finished_rows())
         self.cache.copy_slots(self.slots.end_turn())
 
     def _append(self, tokens: Tensor, indices: np.ndarray | None = None) -> None:
@@ -178,4 +209,16 @@ class DecodeGroup:
             raise nonfinite_logits(
                 self.model, self.request, *self.slots.history(index if indices is None else int(indices[index]))
             )
+        self._tell_lookup(tokens, indices)
         self.slots.append(tokens, indices)
+
+    def _tell_lookup(self, tokens: Tensor, indices: np.ndarray | None) -> None:
+        if self._lookup is None:
+            return
+        slots, request = self.slots, self.request
+        rows = slots.rows[slots.sampling(indices)]
+        if slots.prefill is not None:
+            for row in rows.tolist():
+                self._lookup.begin(row, request.prompt_tokens[row // request.n])
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            self._lookup.append(row, token)

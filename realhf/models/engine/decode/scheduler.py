@@ -164,7 +164,7 @@ class SlotTable:
     def _set_table(self, table: IntTable) -> None:
         """Set the columns by slot: last token, its position, prompt number, sample, token count, row, limit, owner."""
         self._table, self.n_live = table, table.shape[1]
-        self._last, self.positions, _, _, self._counts, self.rows, self._limits, self.owners = table
+        self.last, self.positions, _, _, self._counts, self.rows, self._limits, self.owners = table
         self._starts = self.positions - self._counts + 1
         self._finished: list[IntTable] = []
         self._prefixes: Tensor | None = None
@@ -206,6 +206,18 @@ class SlotTable:
         """The number of steps until every row has ended."""
         return int((self._limits - self._counts).max(initial=0))
 
+    @property
+    def room(self) -> IntTable:
+        """How many tokens of each row fit behind the next one."""
+        return self._limits - self._counts - 1
+
+    def own_prompts(self) -> list[SlotMove]:
+        """Make every row the owner of its prompt; return the copies of prompts."""
+        borrowers = np.flatnonzero(self.owners != np.arange(self.n_live)).tolist()
+        moves = [(int(self.owners[slot]), slot, 0, int(self._starts[slot])) for slot in borrowers]
+        self.owners[borrowers], self._prefixes = borrowers, None
+        return moves
+
     def state(self, seed_mask: int) -> IntTable:
         """Return ``[6, n_live]``: the inputs, with prompt numbers masked by the seed, and limits of the counts."""
         table = self._table[[0, 1, 2, 3, 4, 6]]
@@ -227,15 +239,24 @@ class SlotTable:
 
     def append(self, tokens: Tensor, indices: IntTable | None = None) -> None:
         """Record a step's tokens: one of every sampling row or, after its first step, of those with these indices."""
-        first, new = self.n_live - self.n_sampling, tokens.numpy()
-        slots = slice(first, None) if indices is None else first + indices
+        slots, new = self.sampling(indices), tokens.numpy()
         self.sampled.append((torch.from_numpy(self.rows[slots]), tokens))
-        self._last[slots] = new
+        self.last[slots] = new
         self.positions[slots] += 1
         self._counts[slots] += 1
         stopped = (new[:, None] == self._stops).any(1)
         finished = np.flatnonzero(stopped | (self._counts[slots] >= self._limits[slots]))
-        self._finished.append((finished if indices is None else indices[finished]) + first)
+        self._finished.append(slots[finished])
+
+    def sampling(self, indices: IntTable | None = None) -> IntTable:
+        """Return the slots of this turn's samples, or of those with some indices."""
+        slots = np.arange(self.n_live - self.n_sampling, self.n_live)
+        return slots if indices is None else slots[indices]
+
+    def finished_rows(self) -> list[int]:
+        """Return the rows that finish in this turn."""
+        found: list[int] = self.rows[np.concatenate(self._finished)].tolist()
+        return found
 
     def finished_tokens(self) -> tuple[IntTable, IntTable, IntTable]:
         """Return the rows that finish in this turn, how many of their tokens are cached, and where, ``[2, n]``.
