@@ -1,6 +1,7 @@
 """The files of the library peft: the fields of ``adapter_config.json``, and names and shapes of tensors. Torch-free."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,26 @@ from realhf.base.errors import damage_reported
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-EXPERTS = {"gate_up_proj": ".base_layer", "down_proj": ""}  # where PEFT nests the adapters of the experts' parameters
+FIRST_OF_EXPERTS = "gate_up_proj"
+"""Of two adapted parameters of the experts PEFT nests this one in the wrapper of the other."""
 SUPPORTED = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "lora_bias": False,
     "use_qalora": False, "layers_to_transform": None, "layer_replication": None, "trainable_token_indices": None,
     "use_bdlora": None, "alora_invocation_tokens": None,
 }  # fmt: skip
 """Fields of which only this value is supported (None, also 0 and an empty one)."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+CHANGE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Starts of ``init_lora_weights`` that take a part out of the base's weights: adapters are for what is left of it."""
 
 
-def adapter_key(module: LoraModule) -> str:
+def adapter_key(config: ModelConfig, module: LoraModule) -> str:
     """Return the start of the names of a module's tensors, which end with ``.lora_A.weight`` and ``.lora_B.weight``."""
     if not module.is_of_experts:
         return PREFIX + module.path
     parent, _, name = module.path.rpartition(".")
-    return PREFIX + parent + EXPERTS[name]
+    is_alone = sum(other.path.startswith(f"{parent}.") for other in lora_modules(config)) == 1
+    return f"{PREFIX}{parent}{'.base_layer' if name == FIRST_OF_EXPERTS and not is_alone else ''}"
 
 
 def head_key(config: ModelConfig) -> str:
@@ -36,21 +42,24 @@ def head_key(config: ModelConfig) -> str:
     return PREFIX + FAMILIES[config.family].hf_tensors(config)["head.weight"][0].name
 
 
-def _shapes(config: ModelConfig) -> dict[str, list[int]]:
-    """Return the shapes of all tensors; empty for those of experts, whose rank may be smaller than ours."""
+def _shapes(config: ModelConfig, has_patterns: bool) -> dict[str, list[int]]:
+    """Return the shapes of all tensors. Without patterns a fused parameter of experts has the rank of the others."""
+    assert config.lora is not None
     own = {spec.name: spec.shape for spec in own_specs(config)}
     shapes: dict[str, list[int]] = {head_key(config): list(own["head.weight"])} if config.head == "scalar" else {}
     for module in lora_modules(config):
         a, b = list(own[module.a]), [sum(own[b_name(weight)][0] for weight in module.weights), own[module.a][0]]
-        pairs = zip("AB", ([], []) if module.is_of_experts else (a, b), strict=True)
-        shapes |= {f"{adapter_key(module)}.lora_{half}.weight": shape for half, shape in pairs}
+        if module.is_of_experts:
+            n_rows = config.n_experts * config.lora.rank * (module.rank_factor if has_patterns else 1)
+            a, b = [n_rows, a[-1]], [prod(own[b_name(module.weights[0])][1:-1]), n_rows]
+        key = f"{adapter_key(config, module)}.lora_"
+        shapes |= {f"{key}A.weight": a, f"{key}B.weight": b}
     return shapes
 
 
 def check_adapter(folder: Path, config: ModelConfig) -> None:
     """Raise ValueError unless a PEFT folder has the adapters of a model: kinds, ranks, names and shapes of tensors."""
-    check_adapter_config(folder, config)
-    expected = _shapes(config)
+    expected = _shapes(config, check_adapter_config(folder, config))
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file:
             names = file.keys()
@@ -64,7 +73,7 @@ def check_adapter(folder: Path, config: ModelConfig) -> None:
         raise ValueError(f"'{folder}' has {len(unknown)} tensors without a module of the model: {unknown[0]}, ...; "
                          "see lora.targets")  # fmt: skip
     for name, shape in expected.items():
-        if shape and found[name] != shape:
+        if found[name] != shape:
             raise ValueError(f"'{folder}': tensor '{name}' has shape {found[name]}, the model needs {shape}")
 
 
@@ -96,24 +105,27 @@ def adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
     }
 
 
-def check_adapter_config(folder: Path, config: ModelConfig) -> None:
-    """Raise ValueError unless a PEFT folder has adapters like those of a model."""
+def check_adapter_config(folder: Path, config: ModelConfig) -> bool:
+    """Raise ValueError unless a PEFT folder has adapters like those of a model; return whether it has rank patterns."""
     assert config.lora is not None
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         raise ValueError(f"'{folder}' has no {ADAPTER_CONFIG}: lora.init_from takes a folder of PEFT adapters")
     with damage_reported(file, "save the adapters again"):
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {**json.loads(file.read_text(encoding="utf-8"))}
     for key, only in SUPPORTED.items():
         value = fields.get(key, only)
         if value != only and (only or value):  # null, 0 and nothing are the same
             raise ValueError(f"'{folder}': {key} is {fields[key]!r} in {ADAPTER_CONFIG}, which is not supported")
-    expected = adapter_config(config, "")
-    for key in ("rank_pattern", "alpha_pattern"):
-        if any(expected[key].get(name) != value for name, value in (fields.get(key) or {}).items()):
-            raise ValueError(
-                f"'{folder}': {key} is {fields[key]!r} in {ADAPTER_CONFIG}, supported is {expected[key]!r}"
-            )
+    start = fields.get("init_lora_weights")
+    if str(start).lower().startswith(CHANGE_BASE):
+        raise ValueError(f"'{folder}': init_lora_weights is {start!r} in {ADAPTER_CONFIG}, so its adapters belong to a "
+                         "changed base; save them with PEFT's path_initial_model_for_weight_conversion")  # fmt: skip
+    found, expected = ([one.get(key) or {} for key in PATTERNS] for one in (fields, adapter_config(config, "")))
+    if found not in (expected, [{}, {}]):  # one without the other is another scaling
+        raise ValueError(f"'{folder}': {' and '.join(PATTERNS)} are {found[0]!r} and {found[1]!r} in {ADAPTER_CONFIG}, "
+                         f"supported are {expected[0]!r} and {expected[1]!r}")  # fmt: skip
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if rank != config.lora.rank or alpha != config.lora.alpha:
         raise ValueError(f"'{folder}' has rank {rank} and alpha {alpha}: set lora.rank={rank} lora.alpha={alpha}")
+    return bool(found[0])

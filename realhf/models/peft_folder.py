@@ -45,7 +45,7 @@ def save_peft(
     stored = stored_slices(config)
     tensors: dict[str, Tensor] = {}
     for module in lora_modules(config):
-        key = adapter_key(module)
+        key = adapter_key(config, module)
         a = own[module.a]
         bs = [own[b_name(weight)] for weight in module.weights]
         if module.is_of_experts:
@@ -72,7 +72,7 @@ def peft_slices(config: ModelConfig) -> StoredSlices:
     stored, shapes = stored_slices(config), {spec.name: spec.shape for spec in own_specs(config)}
     slices: StoredSlices = {}
     for module in lora_modules(config):
-        name, shape = f"{adapter_key(module)}.lora_{{}}.weight", whole(shapes[module.a])
+        name, shape = f"{adapter_key(config, module)}.lora_{{}}.weight", whole(shapes[module.a])
         slices[module.a] = (StoredSlice(name.format("A"), shape, shape, (0, 1)),)
         for b in module.weights:
             slices[b_name(b)] = tuple(
@@ -105,7 +105,7 @@ def _read_adapters(file: Any, config: ModelConfig, params: FlatParams) -> None:
             params.write(name, ours, value[relative(ours, at or whole(shapes[name]))])
 
     for module in lora_modules(config):
-        a, b = (file.get_tensor(f"{adapter_key(module)}.lora_{half}.weight").float() for half in "AB")
+        a, b = (file.get_tensor(f"{adapter_key(config, module)}.lora_{half}.weight").float() for half in "AB")
         if module.is_of_experts:
             name, rank = b_name(module.weights[0]), shapes[module.a][1]
             a, b = a.unflatten(0, (config.n_experts, -1)), b.unflatten(1, (-1, config.n_experts)).permute(2, 0, 1)

@@ -238,6 +238,79 @@ def test_other_adapters_are_refused(edit: dict, problem: str, tmp_path: Path) ->
         load_peft(tmp_path / "adapter", ours.config, ours.params)
 
 
+KINDS: dict[str, dict] = {
+    "pissa": {"init_lora_weights": "pissa"}, "pissa_niter_2": {"init_lora_weights": "pissa_niter_2"},
+    "olora": {"init_lora_weights": "olora"}, "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True},
+    "ranks": {"rank_pattern": {"q_proj": 2}}, "alphas": {"alpha_pattern": {"q_proj": 2}}, "biases": {"bias": "all"},
+    "some layers": {"layers_to_transform": [0]}, "without q": {"exclude_modules": ["q_proj"]},
+    "all": {"target_modules": "all-linear"}, "expression": {"target_modules": r".*layers\.0.*proj"},
+    "with head": {"modules_to_save": ["lm_head"]}, "transposed": {"fan_in_fan_out": True},
+}  # fmt: skip
+"""Options of PEFT; those that are not read as PEFT reads them have to be refused."""
+READ = {"gaussian", "orthogonal", "all", "transposed"}
+PATTERNS: dict[str, dict] = {
+    "none": {},
+    "both": {"rank_pattern": {r".*\.gate_up_proj": 2 * RANK}, "alpha_pattern": {r".*\.gate_up_proj": 2 * ALPHA}},
+    "ranks": {"rank_pattern": {r".*\.gate_up_proj": 2 * RANK}},
+    "alphas": {"alpha_pattern": {r".*\.gate_up_proj": 2 * ALPHA}},
+    "others": {"rank_pattern": {r".*\.down_proj": 2}},
+    "reversed": {"target_parameters": EXPERTS[::-1]},
+}
+CASES = {f"llama {name}": ("llama", own, name in READ) for name, own in KINDS.items()} | {
+    f"{model} {name}": (model, {"target_parameters": EXPERTS} | own, name in ("none", "both", "reversed"))
+    for model in ("qwen3_moe", "mixtral") for name, own in PATTERNS.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_of_peft_is_read_as_by_peft_or_refused(case: str, tmp_path: Path) -> None:
+    """No option of PEFT changes what an adapter does without notice."""
+    name, own, is_read = CASES[case]
+    hf_model(name).save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    options = {"target_modules": names_of(tmp_path), "init_lora_weights": False, "task_type": "CAUSAL_LM"} | own
+    torch.manual_seed(0)
+    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(r=RANK, lora_alpha=ALPHA, **options))
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(hf_model(name), tmp_path / "adapter").eval()
+    if not is_read:
+        with pytest.raises(ValueError, match=str(tmp_path / "adapter")):
+            check_adapter(tmp_path / "adapter", ours.config)
+        return
+    load_peft(tmp_path / "adapter", ours.config, ours.params)
+    with torch.no_grad():
+        assert torch.allclose(ours.logits(ours.hidden(tokens(), LENGTHS)), their_logits(theirs), atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_one_parameter_of_the_experts(name: str, target: str, tmp_path: Path) -> None:
+    """PEFT nests its adapters otherwise than those of two."""
+    hf_model(name).save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path, targets=("q_proj", target))
+    theirs = theirs_with(ours, name, tmp_path / "adapter")
+    with torch.no_grad():
+        logits = ours.logits(ours.hidden(tokens(), LENGTHS))
+        assert torch.allclose(logits, their_logits(theirs), atol=1e-5)
+        ours.params.data.zero_()
+        load_peft(tmp_path / "adapter", ours.config, ours.params)
+        assert torch.equal(ours.logits(ours.hidden(tokens(), LENGTHS)), logits)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "null", "3", '"r"', "[1]"])
+def test_a_config_of_another_form_is_damaged(text: str, tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path)
+    ours = with_adapters(tmp_path)
+    save_peft(tmp_path / "adapter", ours.config, ours.params.view, "base", None)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(text)
+    with pytest.raises(UserError, match="adapter_config.json is damaged"):
+        check_adapter(tmp_path / "adapter", ours.config)
+
+
 def test_damaged_and_foreign_adapters_are_refused(tmp_path: Path) -> None:
     hf_model("llama").save_pretrained(tmp_path)
     ours, folder = with_adapters(tmp_path), tmp_path / "adapter"
