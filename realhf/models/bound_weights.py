@@ -65,10 +65,8 @@ class BoundWeights:
         if not modules or self.config.lora is None:
             return None
         firsts = dict.fromkeys(module.a for module in modules.values())
-        bs: list[Tensor | int] = []
-        for name in names:
-            b = self.params.leaf(b_name(name)) if name in modules else box_shape(self.base.box(name))[0]
-            bs.append(b.flatten(1, 2) if isinstance(b, Tensor) and b.dim() == 4 else b)  # gate and up of an expert
+        leaf, n_rows = lambda name: self.params.leaf(b_name(name)), lambda name: box_shape(self.base.box(name))[0]
+        bs: list[Tensor | int] = [leaf(name) if name in modules else n_rows(name) for name in names]
         columns = None
         if self.config.lora.dropout:
             name = next(iter(firsts))

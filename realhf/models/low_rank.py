@@ -82,8 +82,8 @@ class LowRank:
 
     ``a`` is ``[R, in]``, the matrices A on top of each other; ``bs`` are the matrices B ``[rows, rank]``, each with the
     first of the R columns that it reads; for a matrix without an adapter an int, its number of rows. Of experts, ``a``
-    is ``[E, R, in]`` and ``bs`` is one ``[E, rows, R]``. Their type may differ from that of activations. With dropout,
-    ``columns`` are the keys of the inputs.
+    is ``[E, R, in]`` and ``bs`` is one ``[E, rows, R]``, of gate and up ``[E, 2, wide, R]``. Their type may differ from
+    that of activations. With dropout, ``columns`` are the keys of the inputs.
     """
 
     a: Tensor
@@ -96,7 +96,8 @@ class LowRank:
         """All matrices B as one, ``[out, R]``: zero where a matrix does not read a column."""
         first, _ = self.bs[0]
         if len(self.bs) == 1 and isinstance(first, Tensor):
-            return first
+            # a view of every pass: one that was made in a pass without gradients would have none
+            return first.flatten(1, 2) if first.dim() == 4 else first
         rank = self.a.shape[0]
         parts = []
         for matrix, start in self.bs:

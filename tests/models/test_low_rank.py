@@ -120,6 +120,20 @@ def test_gradients_equal_peft(name: str, tmp_path: Path) -> None:
         assert torch.allclose(mine[key.replace(".default", "")], grad, atol=1e-5, rtol=1e-5), key
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_after_a_pass_without_gradients(name: str, tmp_path: Path) -> None:
+    """Generation reads the weights first, in RL: what it keeps of them must not lack gradients."""
+    hf_model(name).save_pretrained(tmp_path)
+    expected, ours = with_adapters(tmp_path), with_adapters(tmp_path)
+    loss_and_gradient(expected)
+    ours.params.enable_grad()
+    with torch.no_grad():
+        ours.hidden(tokens(), LENGTHS)
+        ours.params.data.mul_(1.0)  # as another call may write weights
+    loss_and_gradient(ours)
+    assert torch.equal(ours.params.grad, expected.params.grad) and ours.params.grad.abs().max() > 0
+
+
 def gradients_as_files(model: Transformer, folder: Path) -> dict[str, torch.Tensor]:
     """Return the gradients by peft's names: saving is linear."""
     save_peft(folder / "gradient", model.config, model.params.grad_view, "base", None)
