@@ -38,7 +38,7 @@ from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.advice.goals import Goal
 from realhf.plan.compile.allocate import allocate, with_backends
-from realhf.plan.compile.check import key_problems, model_problems
+from realhf.plan.compile.check import key_problems, model_problems, sync_problems
 from realhf.plan.compile.program import with_evaluation
 from realhf.plan.fingerprint import ACCEPTABLE
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
@@ -137,6 +137,7 @@ def _check(
     findings.invalid += experiment.model_problems(known)
     plan = machine = rows = held_out = None
     if graph:
+        findings.invalid += sync_problems(graph.syncs, known)
         options = experiment.placements()
         plan = findings.attempt(lambda: allocate(graph, experiment, options, known, device or "cpu", roles))
     if launching or any(experiment.dataset.sources):

@@ -1,13 +1,14 @@
 """Checks of graphs and parallel strategies, and the valid meshes and strategies of a call on a homogeneous cluster."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from realhf.api.graph import MFC, Graph
+from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, expert_degrees
 from realhf.api.model_config import ModelConfig
+from realhf.arch.param_specs import param_specs
 from realhf.arch.quantization import shard_problems
 from realhf.base.errors import did_you_mean
 
@@ -41,6 +42,27 @@ def model_problems(mfcs: Sequence[MFC], roles: Collection[str], averages: Sequen
         for role in averages
         if role not in roles
     ]
+
+
+def sync_problems(syncs: Sequence[Sync], models: Mapping[str, ModelConfig]) -> list[str]:
+    """Return an error for every moving average of a model whose parameters are not those of its target."""
+    problems = []
+    for sync in syncs:
+        source, target = (models.get(role) for role in (sync.source, sync.target))
+        if source is None or target is None:
+            continue
+        ours, theirs = ({spec.name: list(spec.shape) for spec in param_specs(model)} for model in (source, target))
+        name = next((name for name in ours | theirs if ours.get(name) != theirs.get(name)), "")
+        if name:
+            reason = f"{name} has the shapes {ours.get(name, 'none')} and {theirs.get(name, 'none')}"
+        elif source.family != target.family:
+            reason = f"they are {source.family} and {target.family} models"
+        elif target.lora is not None and target.lora.rank and not (source.lora and source.lora.rank):
+            reason = f"{sync.target}.lora.rank={target.lora.rank} freezes the weights"
+        else:
+            continue
+        problems.append(f"{sync.target} is an average of {sync.source}: both need the same parameters, but {reason}")
+    return problems
 
 
 def graph_notes(graph: Graph, roles: Collection[str], logged: Collection[str]) -> list[str]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.layout import ParallelStrategy
-from realhf.api.model_config import GatedDelta, ModelConfig
+from realhf.api.model_config import GatedDelta, Lora, ModelConfig
 from realhf.plan.compile.check import (
     MAX_STAGES,
     distance,
@@ -21,6 +21,7 @@ from realhf.plan.compile.check import (
     nearest_strategy,
     strategies,
     strategy_problems,
+    sync_problems,
 )
 from tests.plan.search.planners import LLAMA
 from tests.scaling import examples
@@ -194,3 +195,24 @@ def test_all_valid_layouts_of_a_small_node(n_workers: int) -> None:
                     strategy = ParallelStrategy(dp, tp, size // dp // tp)
                     legal = not strategy_problems(LLAMA, strategy)
                     assert ((str(strategy), tuple(range(first, first + size))) in found) == legal
+
+
+@pytest.mark.parametrize(
+    "edit, reason",
+    [
+        ({}, ""),
+        ({"max_positions": 128}, ""),
+        ({"n_layers": 6}, "layers.3.attn_norm.weight has the shapes none and [24]"),
+        ({"n_layers": 2}, "has the shapes [24] and none"),
+        ({"n_kv_heads": 6}, "layers.0.wk has the shapes [8, 24] and [24, 24]"),
+        ({"vocab": 16}, "embed.weight has the shapes [11, 24] and [16, 24]"),
+        ({"tied_embedding": True}, "head.weight has the shapes [11, 24] and none"),
+        ({"family": "mistral"}, "they are llama and mistral models"),
+        ({"lora": Lora(4)}, "ref.lora.rank=4 freezes the weights"),
+    ],
+)
+def test_an_average_has_the_parameters_of_its_source(edit: dict, reason: str) -> None:
+    """Without the check the layers that both have would be averaged, and the others left alone."""
+    problems = sync_problems([Sync("train", "actor", "ref", 0.5)], {"actor": MODEL, "ref": replace(MODEL, **edit)})
+    assert len(problems) == bool(reason)
+    assert all(reason in line and line.startswith("ref is an average of actor") for line in problems)
