@@ -62,7 +62,9 @@ class CurriculumRules:
 
 
 def normalised_weights(weights: Sequence[float]) -> list[float]:
-    return [weight / sum(weights) for weight in weights]
+    """Return the shares of weights, of which one is positive; the sum of large ones would be infinite."""
+    scaled = [weight / max(weights) for weight in weights]
+    return [weight / sum(scaled) for weight in scaled]
 
 
 def source_names(paths: list[str]) -> tuple[str, ...]:

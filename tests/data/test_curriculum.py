@@ -1,15 +1,17 @@
 """The choice of rows: epochs, bands, the permanent filter, sources, and a state that continues exactly."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.curriculum import CurriculumRules, PromptResult, source_names
+from realhf.api.curriculum import CurriculumRules, PromptResult, normalised_weights, source_names
 from realhf.data.curriculum import (
     Curriculum,
     CurriculumState,
@@ -236,6 +238,13 @@ def test_a_state_continues_exactly(a: int, b: int, batch: int, resamples: int, l
     resumed = build(RICH, (a, b), replace(schedule, first_step=cut), lag=lag, state=state)
     assert run_steps(resumed, cut, schedule.n_steps) == expected[cut:]
     assert resumed.state(schedule.n_steps) == straight.state(schedule.n_steps)
+
+
+@given(st.lists(st.floats(0, sys.float_info.max), min_size=1, max_size=5).filter(any))
+def test_shares_of_any_weights(weights: list[float]) -> None:
+    """Also of weights whose sum is infinite, or that are as small as numbers can be."""
+    shares = normalised_weights(weights)
+    assert sum(shares) == pytest.approx(1) and max(shares) == shares[weights.index(max(weights))] > 0
 
 
 def test_weights_move_to_the_final_ones() -> None:

@@ -49,6 +49,7 @@ FINITE = Range(-inf, inf, low_open=True, high_open=True)
 NON_NEGATIVE = Range(0, inf, high_open=True)
 POSITIVE = Range(0, inf, low_open=True, high_open=True)
 CAP = Range(0, inf, low_open=True)  # inf: no cap
+RATIO_CAP = Range(1, inf)  # of ratios of policies, which are 1 if the policies are equal
 FRACTION = Range(0, 1)
 PROBABILITY = Range(0, 1, low_open=True)
 DECAY = Range(0, 1, high_open=True)

@@ -141,6 +141,8 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
          "ppo.critic_gae_lambda is for the critic, but ppo.disable_value=True"),
         (ppo.gae_lambda_alpha is None or ppo.advantage.value == "gae",
          f"ppo.gae_lambda_alpha is for ppo.advantage=gae, not {ppo.advantage.value}"),
+        (ppo.recompute_logprobs or ppo.importance.value == "tis",
+         f"ppo.importance={ppo.importance.value} has no effect without ppo.recompute_logprobs=True"),
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
     ])  # fmt: skip
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)

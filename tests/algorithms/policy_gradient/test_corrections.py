@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from realhf.algorithms.policy_gradient.config import Importance, PPOConfig
 from realhf.algorithms.policy_gradient.losses.actor_loss import mismatch_of
 from realhf.algorithms.policy_gradient.losses.corrections import CORRECTIONS, BandOptions, GeometricOptions
+from realhf.experiments.options.checks import ppo_problems
 from realhf.ops.rows import PackedRows
 
 RATIOS = ((1.5, 3.0, 0.25), (1.0, 1.02))  # of two responses, each after a token of the prompt
@@ -64,3 +65,20 @@ def test_a_band_must_contain_equal_policies() -> None:
     ppo.corrections.icepop.low = 1.5
     (problem,) = CORRECTIONS["icepop"].check(ppo)
     assert "ppo.corrections.icepop: the band 1.5 to 5 must contain 1" in problem
+
+
+@pytest.mark.parametrize("name", [one.value for one in Importance])
+@pytest.mark.parametrize("cap", [0.5, 1.0, 2.0, math.inf])
+def test_a_cap_below_one_is_refused_where_it_rejects_equal_policies(name: str, cap: float) -> None:
+    """Otherwise no token is trained, and the run ends well."""
+    _, kept = found(name, ((1.0, 1.0), (1.0,)), WORKED[name][2], cap)
+    problems = CORRECTIONS[name].check(PPOConfig(importance=Importance[name], is_weight_cap=cap))
+    assert bool(problems) == (not all(kept))
+
+
+def test_a_correction_needs_recomputed_log_probabilities() -> None:
+    for name in Importance:
+        ppo = PPOConfig(importance=name)
+        assert ["has no effect" in line for line in ppo_problems(ppo, 8)] == [True] * (name.value != "tis")
+        ppo.recompute_logprobs = True
+        assert ppo_problems(ppo, 8) == []

@@ -17,6 +17,7 @@ from realhf.algorithms.policy_gradient.losses.policy_losses import (
     SapoOptions,
 )
 from realhf.api.batch_meta import RowId
+from realhf.api.config.option import leaves, range_problems
 from realhf.data.batch import Column, SequenceBatch
 from realhf.ops.rows import PackedRows
 
@@ -108,3 +109,23 @@ def test_losses_are_finite_at_masked_tokens_and_at_extreme_ratios(name: str) -> 
     batch = SequenceBatch((RowId(0, 0),), {key: Column(data, (3,)) for key, data in columns.items()})
     loss = actor_loss(new, batch, PPOConfig(policy_loss=PolicyLoss[name]))
     assert torch.isfinite(loss.total) and torch.isfinite(torch.autograd.grad(loss.total, new)[0]).all()
+
+
+@pytest.mark.parametrize(
+    "low, high, is_valid", [(1.0, 5.0, True), (2.0, 2.0, True), (-5.0, -1.0, True), (5.0, 1.0, False)]
+)
+def test_a_band_of_covariances_is_not_empty(low: float, high: float, is_valid: bool) -> None:
+    ppo = PPOConfig(policy_loss=PolicyLoss["clip_cov"])
+    ppo.losses.clip_cov.low, ppo.losses.clip_cov.high = low, high
+    assert (POLICY_LOSSES["clip_cov"].check(ppo) == []) == is_valid
+
+
+@pytest.mark.parametrize("cap", [0.01, 0.5, 1.0, 3.0, float("inf")])
+def test_a_cap_that_stops_gradients_of_equal_policies_is_refused(cap: float) -> None:
+    ppo = PPOConfig(policy_loss=PolicyLoss["dual_clip"])
+    ppo.losses.dual_clip.cap = cap
+    logprobs = torch.full((3,), -1.0, requires_grad=True)
+    rows = PackedRows(torch.tensor([False, True, True]), [3])
+    x = PolicyLossInputs(logprobs, logprobs - logprobs.detach(), torch.full((3,), -1.0), rows, 0.2, 0.2)
+    POLICY_LOSSES["dual_clip"].fn(x, ppo.losses.dual_clip).loss.sum().backward()
+    assert bool(range_problems(leaves(ppo))) == (logprobs.grad.abs().max() == 0)

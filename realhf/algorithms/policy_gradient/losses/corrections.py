@@ -107,11 +107,18 @@ def check_band(ppo: PPOConfig) -> list[str]:
     ]  # fmt: skip
 
 
+def check_cap(ppo: PPOConfig) -> list[str]:
+    name, cap = ppo.importance.value, ppo.is_weight_cap
+    return [] if cap >= 1.0 else [f"ppo.importance={name} rejects the ratio 1 of equal policies: it is larger than "
+                                  f"ppo.is_weight_cap={cap:g}"]  # fmt: skip
+
+
 CORRECTIONS: dict[str, Component[Mismatch, Correction]] = {
     "tis": Component(tis, "truncated token weights (decoupled PPO, arXiv 2505.24298, eq. 5; arXiv 1802.01561)"),
     "sequence_tis": Component(sequence_tis, "weights of whole responses, truncated"),
-    "mis": Component(mis, "token weights, those above the cap rejected (masked importance sampling)"),
-    "sequence_mis": Component(sequence_mis, "weights of responses, larger ones rejected"),
+    "mis": Component(mis, "token weights, those above the cap rejected (masked importance sampling)",
+                     check=check_cap),
+    "sequence_mis": Component(sequence_mis, "weights of responses, larger ones rejected", check=check_cap),
     "icepop": Component(icepop, "token weights, rejected outside of a band (IcePop, arXiv 2510.18855)",
                         BandOptions, check_band),
     "geometric": Component(geometric, "truncated token weights, responses rejected by their geometric mean ratio",

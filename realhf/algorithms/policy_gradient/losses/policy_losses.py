@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
 from realhf.api.config import opt
-from realhf.api.config.option import CAP, FINITE, FRACTION, NON_NEGATIVE, POSITIVE
+from realhf.api.config.option import FINITE, FRACTION, NON_NEGATIVE, POSITIVE, RATIO_CAP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from realhf.algorithms.policy_gradient.config import PPOConfig
     from realhf.ops.rows import PackedRows
 
 
@@ -41,7 +42,7 @@ class TokenLoss:
 
 @dataclass
 class DualClipOptions:
-    cap: float = opt(3.0, "largest ratio of an action with a negative advantage", CAP)
+    cap: float = opt(3.0, "largest ratio of an action with a negative advantage", RATIO_CAP)
 
 
 @dataclass
@@ -131,6 +132,13 @@ def reinforce(x: PolicyLossInputs, _: None) -> TokenLoss:
     return TokenLoss(-x.advantages * x.logprobs)
 
 
+def check_clip_cov(ppo: PPOConfig) -> list[str]:
+    band = ppo.losses.clip_cov
+    return [] if band.low <= band.high else [
+        f"ppo.losses.clip_cov: no covariance is in the band {band.low:g} to {band.high:g}"
+    ]  # fmt: skip
+
+
 POLICY_LOSSES: dict[str, Component[PolicyLossInputs, TokenLoss]] = {
     "clip": Component(clip, "clipped ratio (PPO, arXiv 1707.06347, eq. 7)"),
     "sequence_clip": Component(sequence_clip, "one clipped ratio per response (GSPO, arXiv 2507.18071, eq. 5-7)"),
@@ -138,7 +146,7 @@ POLICY_LOSSES: dict[str, Component[PolicyLossInputs, TokenLoss]] = {
                            DualClipOptions),
     "sapo": Component(sapo, "smooth gate of the ratio instead of a clip (SAPO, arXiv 2511.20347)", SapoOptions),
     "clip_cov": Component(clip_cov, "clip; some tokens whose log-prob and advantage covary lose their gradient "
-                          "(clip-cov, arXiv 2505.22617)", ClipCovOptions),
+                          "(clip-cov, arXiv 2505.22617)", ClipCovOptions, check_clip_cov),
     "kl_cov": Component(kl_cov, "ratio without clip; the tokens that covary most have a KL penalty (KL-cov, arXiv "
                         "2505.22617)", KLCovOptions),
     "cispo": Component(cispo, "clipped importance weights (CISPO, arXiv 2506.13585, eq. 4-5)"),
