@@ -112,7 +112,9 @@ async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) ->
 
 
 def arguments_of(request: dict) -> tuple[str, Any, dict]:
-    return request["prompt"], request["responses"] if "responses" in request else request["answer"], request["row"]
+    """Return the arguments of the function, which may change its list: scores are counted by that of the request."""
+    answers = [*request["responses"]] if "responses" in request else request["answer"]
+    return request["prompt"], answers, request["row"]
 
 
 def reply_of(request: dict, result: object) -> dict[str, object]:

@@ -27,8 +27,15 @@ async def waiting(prompt, responses, row):
     await asyncio.sleep(0.01)
     return (len(r) for r in responses)
 
+def consuming(prompt, responses, row):
+    scores = []
+    while responses:
+        scores.append(len(responses.pop(0)))
+    return scores
+
 def by_prompt(prompt, responses, row):
     n = len(responses)
+    if prompt == "emptied": return responses.clear() or []
     if prompt == "raise": raise RuntimeError("no such tool")
     if prompt == "hang": time.sleep(60)
     if prompt == "die": os._exit(7)
@@ -41,6 +48,7 @@ FAILURES = {
     "hang": "no verdict after 1 s (reward.timeout)",
     "die": "the judge process ended (exit code 7)",
     "few": "the result has 1 scores, it must have one for each of the 2 responses",
+    "emptied": "the result has 0 scores, it must have one for each of the 2 responses",
     "many": "the result has more scores, it must have one for each of the 2 responses",
     "endless": "the result has more scores, it must have one for each of the 2 responses",
     "none": "the result is None, a NoneType; it must be a list of 2 numbers",
@@ -73,7 +81,7 @@ def rows(*prompts: str, n: int = 5) -> tuple[list[RowId], list[Item]]:
     return ids, [(prompts[row.prompt], "p" * (row.sample + 1), {"plus": row.prompt}) for row in ids]
 
 
-@pytest.mark.parametrize("name", ["length", "waiting"])
+@pytest.mark.parametrize("name", ["length", "waiting", "consuming"])
 def test_each_response_gets_its_own_score(file: Path, name: str) -> None:
     ids, items = rows("one", "two", "three")
     verdicts = scored(RewardConfig(group_fn=f"{file}:{name}", processes=2), ids, items)
