@@ -199,7 +199,7 @@ def sort_problem(fields: dict[str, Any], column: str) -> str:
     """Return the problem if rows are sorted by a column which has no number in this one, or an empty text."""
     try:
         is_number = not column or isfinite(float(fields[column]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         is_number = False
     return "" if is_number else f"no number in column '{column}' (dataset.curriculum.sort_by)"
 

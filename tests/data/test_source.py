@@ -369,7 +369,7 @@ def test_rows_are_sorted_within_their_source(tmp_path: Path, tokenizer: PreTrain
     assert sorted(found[3:]) == sorted(f"b{i}" for i in range(20)) != found[3:] != [f"b{i}" for i in range(20)]
     held_out = RowSource(replace(config, eval_path=paths[0]), Task.math, tokenizer, seed=3).held_out(0, 3, 0)
     assert [row_fields(row)["level"] for row in held_out.columns["row"].rows()] == ["3", 1.5, -2]
-    for bad in (None, "hard", float("nan"), [1]):
+    for bad in (None, "hard", float("nan"), [1], 10**400, -(10**400), "1e999", {}):
         config.paths = [leveled(tmp_path, "a", [1, bad])]
         with pytest.raises(UserError, match=r"a.jsonl:2: no number in column 'level' \(dataset.curriculum.sort_by\)"):
             RowSource(config, Task.math, tokenizer, seed=3)
