@@ -20,6 +20,8 @@ from docs.drawing import for_both_schemes
 from experiments.sums import StudyOptions, study_options
 
 Results = dict[str, Any]
+METADATA = ("Creator", "Date", "Format", "Type")
+"""Entries of an SVG file that are left out: names of versions, times and addresses."""
 
 
 class Outcome(Enum):
@@ -77,7 +79,7 @@ def save_figure(file: Path, size: tuple[float, float], draw: Callable[[Figure], 
     figure, text = Figure(figsize=size, layout="tight"), StringIO()
     with rc_context({"svg.hashsalt": file.parent.name, "svg.fonttype": "none", "font.size": 9}):
         draw(figure)
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(METADATA))
     svg = text.getvalue()
     file.write_text("\n".join(line.rstrip() for line in for_both_schemes(svg[svg.index("<svg") :]).splitlines()) + "\n")
 
