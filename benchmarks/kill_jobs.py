@@ -108,6 +108,7 @@ ENVIRONMENT_JOBS = (
         2,
         f"{HINTS} critic.init_from_scratch=True critic.config={{task}}/independent max_staleness=1 ppo.value_norm=True",
     ),
+    Job("environments, lora", "grpo", 2, f"{HINTS} {PARTIAL} actor.lora.rank=4 actor.lora.dropout=0.1"),
     Job("agent", "grpo", 2, PROGRAM),
     Job("agent, partial", "grpo", 2, f"{PROGRAM} {PARTIAL}"),
 )
@@ -129,6 +130,7 @@ JOBS = (
     Job("ensemble", "ppo", 1, PPO.replace("reward.fn={task}/rewards.py:graded", "ensemble.objective=UWO "
         f"ensemble.members=[{','.join(f'{{task}}/member-{seed}/models/model/step_1' for seed in MEMBERS)}]")),
     Job("lora", "grpo", 2, GRADED + "actor.lora.rank=4 actor.lora.dropout=0.1"),
+    Job("prompt lookup", "grpo", 2, GRADED + "ppo.gen.prompt_lookup_num_tokens=4 ppo.gen.temperature=0.3"),
     Job("router replay", "grpo", 2, GRADED.replace("{task}/model", "{task}/routed")
         + "ppo.router_replay=True ppo.recompute_logprobs=True max_staleness=1 allocation_mode=t2"),
     Job("distill, averages", "distill", 1, GRPO + "ppo.distill.prompt={{prompt}} ppo.distill.objective=forward_kl "

@@ -120,12 +120,13 @@ class DecodeGroup:
         """Compute proposed tokens and return those that are kept, as several steps: ``[k, 3, S]``."""
         slots, rows = self.slots, proposal.rows
         self.cache.copy_slots(slots.own_prompts())
-        _, positions, *counters = slots.inputs.numpy()[:, rows]
-        moved = [torch.from_numpy(numbers + proposal.offsets) for numbers in (positions, counters[-1])]
-        tokens, index = torch.from_numpy(proposal.tokens), torch.from_numpy(rows)
-        hidden = self.model.decode(tokens, moved[0], self.cache, longest=int(moved[0].max()) + 1, slots=index)
-        prompts, samples = (torch.from_numpy(numbers) for numbers in counters[:2])
-        sampled = torch.stack([x.double() for x in self._sample(hidden, self.request.seed, prompts, samples, moved[1])])
+        _, positions, prompts, samples, counts = torch.from_numpy(slots.inputs.numpy()[:, rows])
+        offsets = torch.from_numpy(proposal.offsets)
+        positions, index = positions + offsets, torch.from_numpy(rows)
+        tokens, longest = torch.from_numpy(proposal.tokens), int(positions.max()) + 1
+        hidden = self.model.decode(tokens, positions, self.cache, longest=longest, slots=index)
+        drawn = self._sample(hidden, self.request.seed, prompts, samples, counts + offsets)
+        sampled = torch.stack([x.double() for x in drawn])
         n_kept = proposal.n_kept(sampled[0].numpy().astype(np.int64), self.request.stop_ids)
         steps = torch.full((int(n_kept.max()), 3, slots.n_live), float(SKIPPED), dtype=torch.float64)
         kept = np.flatnonzero(proposal.offsets < n_kept[rows])

@@ -153,3 +153,21 @@ def test_no_proposals_for_many_rows_and_beyond_the_limit() -> None:
     assert proposal is not None and proposal.counts.tolist() == [2, 1, 9]
     assert proposal.tokens.tolist() == [3, 1, 3, 3, 1, 2, 3, 1, 2, 3, 1, 2]
     found.end(range(40))
+
+
+def test_a_proposed_token_without_finite_logits_harms_only_rows_that_sample_it(
+    hf_models: HfModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding of one token is NaN; it is proposed again and again, and no row samples it."""
+    engine = engine_on(hf_models["llama"][0], trained=False)
+    prompts, options = repeating_prompts(5), {"max_new_tokens": 20, "top_k": 1, "max_num_seqs": 3}
+    plain = engine.generate(prompts, GenerationConfig(**options), 2, SEED)
+    bad = next(token for token in range(2, VOCAB) if token not in plain["tokens"])
+    engine.model.weights.embed[bad] = torch.nan
+    monkeypatch.setattr(RowText, "propose", lambda self, most: [bad] * most)
+    found = engine.generate(prompts, GenerationConfig(**options, prompt_lookup_num_tokens=4), 2, SEED)
+    assert all(torch.equal(found[name], column.data) for name, column in plain.columns.items())
+    engine.model.weights.embed[3] = torch.nan  # of all prompts
+    for n_proposed in (0, 4):
+        with pytest.raises(ValueError, match="finite"):
+            engine.generate(prompts, GenerationConfig(**options, prompt_lookup_num_tokens=n_proposed), 2, SEED)
