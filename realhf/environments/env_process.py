@@ -118,8 +118,8 @@ class EnvProcess:
             return 1 if self.serial else self.options.max_concurrency
         return MAX_SENT
 
-    def send(self) -> None:
-        """Send waiting requests, those of an episode in turn; EOFError if the process has ended."""
+    def send(self) -> bool:
+        """Send waiting requests, those of an episode in turn; return False if the process has ended."""
         kept, most = deque[EnvRequest](), self._most_sent
         busy = {one.episode for one in self.running.values()} if self.is_async else set[int]()
         while self.waiting and len(self.running) < most:
@@ -136,23 +136,25 @@ class EnvProcess:
             try:
                 del self._unsent[: os.write(self.fds[0], self._unsent[: 1 << 16])]
             except BlockingIOError:
-                return
+                break
             except BrokenPipeError:
-                raise EOFError from None
+                return False
+        return True
 
     def receive(self) -> Iterator[Json]:
-        """Yield the messages that have arrived; EOFError if the process has ended."""
-        while True:
+        """Yield the messages that have arrived; then EOFError if the process has ended."""
+        chunk = b"\n"
+        while chunk:
             try:
                 chunk = os.read(self.fds[1], 1 << 20)
             except BlockingIOError:
                 break
-            if not chunk:
-                raise EOFError
             self._received += chunk
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             yield json.loads(line)
+        if not chunk:
+            raise EOFError
 
     def kill(self) -> str:
         """Kill the process and its process group; return how it ended."""

@@ -158,7 +158,10 @@ class EnvPool:
         try:
             for message in worker.receive():
                 answers += self._received(worker, message)
-            worker.send()
+            if not worker.send():  # its last answers may have arrived since
+                for message in worker.receive():
+                    answers += self._received(worker, message)
+                raise EOFError
         except EOFError:
             return answers + self._ended(worker, DIED, "")
         except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -31,14 +31,15 @@ def pool_of(pools: list[EnvPool], cls: str, workers: int = 1, timeout: float = T
     return pools[-1]
 
 
-def play(pool: EnvPool, rows: list[dict], max_turns: int = 5) -> list[list[Turn | EnvFailure]]:
-    """Play the episodes of all rows at once."""
+def play(pool: EnvPool, rows: list[dict], max_turns: int = 5, pause_s: float = 0.0) -> list[list[Turn | EnvFailure]]:
+    """Play the episodes of all rows at once; the caller does other work for ``pause_s`` between polls."""
     results: list[list[Turn | EnvFailure]] = [[] for _ in rows]
     for number, row in enumerate(rows):
         pool.reset(number, row, 7 * number)
     n_open, deadline = len(rows), time.monotonic() + 60
     while n_open:
         assert time.monotonic() < deadline, results
+        time.sleep(pause_s)
         for answer in pool.poll(5.0):
             turns = results[answer.episode]
             turns.append(answer.result)
@@ -123,6 +124,22 @@ def test_a_fault_ends_its_own_episode_only(fault: str, pools: list[EnvPool]) -> 
     assert turns == good("e2", 3, 14)[:1]
     assert isinstance(failure, EnvFailure) and failure.kind == kind and detail in failure.detail
     assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 2]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("fault", ["crash", "segfault"])
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_answers_before_a_death_count_if_the_caller_reads_them_later(
+    place: int, fault: str, workers: int, pools: list[EnvPool]
+) -> None:
+    """They and the end of the pipe are read at once, and the request at fault is the first without an answer."""
+    rows = [{"name": f"e{i}", "turns": 3} for i in range(6)]
+    rows[place]["fault"] = fault  # type: ignore[assignment]
+    results = play(pool_of(pools, "Broken", workers, timeout=20.0), rows, pause_s=0.5)
+    *turns, failure = results.pop(place)
+    assert turns == good(f"e{place}", 3, 7 * place)[:1]
+    assert isinstance(failure, EnvFailure) and failure.kind == "died"
+    assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != place]
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
