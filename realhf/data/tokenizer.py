@@ -33,7 +33,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer folder {folder} does not exist; tokenizer= can name another one")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(path):
         raise UserError(
             f"{folder} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)};"
             " tokenizer= can name another folder"
@@ -41,7 +41,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     try:
         loader = _tokenizer_class(path)
         tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a damaged file can raise any type
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -51,15 +51,33 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def same_tokens(first: Path, second: Path) -> bool:
-    """Return whether two tokenizer.json files give equal tokens equal numbers; they may split texts differently."""
-    return first.read_bytes() == second.read_bytes() or _vocabulary(first) == _vocabulary(second)
+    """Return whether the tokenizers of two folders give equal tokens equal numbers; they may split texts differently.
+
+    UserError if one cannot be loaded.
+    """
+    files = [folder / "tokenizer.json" for folder in (first, second)]
+    if first.resolve() == second.resolve() or (
+        all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+    ):
+        return True
+    return _vocabulary(first) == _vocabulary(second)
 
 
-def _vocabulary(file: Path) -> dict[str, int]:
+def _vocabulary(folder: Path) -> dict[str, int]:
+    if not (folder / "tokenizer.json").is_file():
+        return load_tokenizer(folder).get_vocab()
+
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the type that the library raises
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 def _tokenizer_class(folder: Path) -> Any:

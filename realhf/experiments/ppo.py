@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from realhf.algorithms.distillation.options import PLACEHOLDER, template_problems
+from realhf.algorithms.distillation.options import PLACEHOLDER, Distillation, template_problems
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
@@ -282,6 +282,9 @@ class PPOExperiment(Experiment):
              "ppo.router_replay=True needs a model with routed experts; those of actor.path are dense"),
         ])  # fmt: skip
 
-    def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
-        template = self.ppo.distill.prompt
-        return template_problems(template, fields) if template.count(PLACEHOLDER) == 1 else []
+    def row_problems(self, fields: Mapping[str, Any], vocab: int) -> list[str]:
+        distill, template = self.ppo.distill, self.ppo.distill.prompt
+        problems = template_problems(template, fields) if template.count(PLACEHOLDER) == 1 else []
+        if distill.objective is Distillation.forward_kl and distill.top_k > vocab:
+            problems.append(f"ppo.distill.top_k={distill.top_k} is larger than the tokenizer's {vocab} tokens")
+        return problems

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from realhf.api.config.option import changed_options
 from realhf.api.curriculum import CurriculumRules
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
@@ -19,6 +20,8 @@ from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
 from realhf.plan.fingerprint import Fingerprint, take_fingerprint
 from realhf.plan.goodput import CheckpointPlan
+
+LARGEST_SCALING = 3.4e38  # of adapters, a float32
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,11 @@ def model_config(role: RoleSpec) -> ModelConfig:
         config = with_rotary_length(config, length)
     options, quantization = role.spec.lora, role.spec.lora.quantization
     if not options.rank:
-        if quantization.bits:
-            raise ValueError(f"lora.quantization={quantization.value} needs lora.rank: frozen weights are quantized")
+        if changed := [f"lora.{name}" for name in changed_options(options)]:
+            raise ValueError(f"{', '.join(changed)} without lora.rank, which is 0: all weights are trained")
         return config
+    if options.alpha / options.rank > LARGEST_SCALING:
+        raise ValueError(f"lora.alpha={options.alpha:g} / lora.rank={options.rank} is larger than a float32")
     lora = Lora(options.rank, options.alpha, tuple(options.targets), dropout=options.dropout)
     if quantization.bits:
         lora = replace(lora, bits=quantization.bits, group_size=options.quantization_group_size)

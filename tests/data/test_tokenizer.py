@@ -3,15 +3,17 @@
 import ast
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from realhf.arch.families import FAMILIES
 from realhf.base.errors import UserError
 from realhf.data import tokenizer as module
-from realhf.data.tokenizer import encode_prompts, load_tokenizer
+from realhf.data.tokenizer import encode_prompts, load_tokenizer, same_tokens
 from tests.data.test_source import TEMPLATE, characters, ids
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +112,38 @@ def test_chats_are_rendered_as_transformers_does() -> None:
     assert module.render_chats(tokenizer, chats) == expected
     odd = [[{"role": "user", "content": text}] for text in ("\ud800", "\u2028a", "é\x00\r\n")]
     assert module.render_chats(tokenizer, odd) == [f"u:{chat[0]['content']};>" for chat in odd]
+
+
+def byte_level(folder: Path, text: str) -> None:
+    """Write a byte-level BPE tokenizer, trained on a text, as vocab.json and merges.txt."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": 300, "special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(show_progress=False, **options))
+    folder.mkdir()
+    tokenizer.model.save(str(folder))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_tokenizers_of_other_files_are_compared(tmp_path: Path) -> None:
+    """Without a tokenizer.json: in one folder, in both, or in none."""
+    for name, text in (("a", "hello world " * 20), ("b", "12 34 567 " * 20)):
+        byte_level(tmp_path / name, text)
+        load_tokenizer(tmp_path / name).save_pretrained(tmp_path / f"{name}_json")
+    for first in ("a", "a_json"):
+        for second in ("a", "a_json", "b", "b_json"):
+            assert same_tokens(tmp_path / first, tmp_path / second) == second.startswith("a"), (first, second)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"a":', '{"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}']
+)
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, text: str) -> None:
+    for name in ("whole", "damaged"):
+        characters().save_pretrained(tmp_path / name)
+    (tmp_path / "damaged" / "tokenizer.json").write_text(text)
+    for load in (load_tokenizer, partial(same_tokens, tmp_path / "whole")):
+        with pytest.raises(UserError, match="the tokenizer in .*damaged cannot be loaded"):
+            load(tmp_path / "damaged")

@@ -88,7 +88,7 @@ def test_a_saved_model_has_the_dequantized_weights(
 @pytest.mark.parametrize(
     "options, problem",
     [
-        (["actor.lora.rank=0"], "actor: lora.quantization=int8 needs lora.rank"),
+        (["actor.lora.rank=0"], "without lora.rank, which is 0: all weights are trained"),
         (["actor.lora.quantization_group_size=7"], "lora.quantization_group_size=7 does not divide the 32 columns"),
         (["actor.lora.quantization_group_size=5", "actor.lora.quantization=int4"], "is odd"),
         (["actor.lora.quantization_group_size=32", "allocation_mode=t2", "n_gpus_per_node=2"],

@@ -91,6 +91,12 @@ def leaves(options: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
             yield key, option, value
 
 
+def changed_options(options: Any) -> list[str]:
+    """Return the names of options that differ from their defaults."""
+    default = {key: value for key, _, value in leaves(type(options)())}
+    return [key for key, _, value in leaves(options) if value != default[key]]
+
+
 def range_problems(values: Iterable[tuple[str, Field, Any]]) -> list[str]:
     """Return one line per option with a number outside its range; numbers without a range must be finite."""
     problems = []

@@ -33,7 +33,7 @@ from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
-from realhf.data.tokenizer import load_tokenizer, same_tokens
+from realhf.data.tokenizer import has_tokenizer, load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.advice.goals import Goal
@@ -200,7 +200,7 @@ def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[E
         if tokenizer is not None:
             rows = findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
             if rows is not None and len(fields := rows[0][0].fields):
-                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()))
+                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()), len(tokenizer))
             return rows
     for path in experiment.dataset.sources:
         findings.attempt(partial(read_rows, replace(experiment.dataset, path=path), experiment.task))
@@ -292,8 +292,6 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
     options = spec.spec
     check_source(role, options, launching)
     config = model_config(spec)
-    if options.lora.init_from and not options.lora.rank:
-        raise UserError(f"{role}.lora.init_from needs {role}.lora.rank and {role}.lora.alpha of its adapters")
     if options.lora.init_from and config.lora and config.lora.rank:
         check_adapter(Path(options.lora.init_from), config)
     return config
@@ -352,11 +350,10 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTo
         for vocab, names in _roles_by(models, lambda model: model.vocab).items()
         if len(tokenizer) > vocab
     ]
-    reference = folder / "tokenizer.json"
     for role, spec in roles.items():
-        own = Path(spec.spec.tokenizer or spec.spec.path or folder) / "tokenizer.json"
-        if own.is_file() and reference.is_file() and not same_tokens(own, reference):
-            problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must share one tokenizer")
+        own = Path(spec.spec.tokenizer or spec.spec.path or folder)
+        if has_tokenizer(own) and not same_tokens(own, folder):
+            problems.append(f"{role}: its tokenizer {own} differs from {folder}; all roles must share one tokenizer")
     if problems:
         raise UserError(problems)
     return tokenizer

@@ -24,6 +24,7 @@ from realhf.algorithms.distillation.teacher import (
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
+from realhf.experiments.ppo import PPOExperiment
 from realhf.system.profiler.algorithm_probes import byte_tokenizer
 from tests.algorithms.conftest import Table, TableEngine
 from tests.scaling import examples
@@ -98,6 +99,10 @@ def test_more_candidates_than_tokens_are_refused() -> None:
     config = TeacherConfig(DistillConfig(Distillation.forward_kl, top_k=7))
     with pytest.raises(ValueError, match="ppo.distill.top_k=7 is larger than the vocabulary of 6 tokens"):
         Teacher(config, InterfaceContext(0, range(6), Path("."))).inference(engine(), batch, {})
+    experiment = PPOExperiment()
+    experiment.ppo.distill = config.distill
+    problem = "ppo.distill.top_k=7 is larger than the tokenizer's 6 tokens"
+    assert experiment.row_problems({}, 6) == [problem] and experiment.row_problems({}, 7) == []
 
 
 @pytest.mark.parametrize(
