@@ -27,14 +27,14 @@ WHOLE = ("node_size", "cores", "sms", "pod_nodes")
 
 def read_hardware(name: str, node_size: int | None = None) -> Hardware:
     """Return a machine by name or YAML file; raises UserError with all missing, unknown and invalid values."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    path = FOLDER / f"{name}.yaml" if name in known else Path(name)
     if not path.is_file():
-        known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
         raise UserError(f"planner.hardware={name}: no such machine or file; known are {', '.join(known)}"
                         f"{did_you_mean(name, known)}")  # fmt: skip
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"planner.hardware={name}: not readable as YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"planner.hardware={name}: expected a mapping of values")

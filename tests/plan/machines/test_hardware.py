@@ -1,9 +1,11 @@
 """The predefined machines, and the problems of invalid descriptions."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from realhf.api.machine import ExpectedErrors, Link
 from realhf.base.errors import UserError
@@ -50,6 +52,13 @@ def test_user_defined_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yml"
     file.write_text(GOOD.replace("name: h100", "name: mine").replace("reserved: 4e9", "cores: 0"))
     assert (read_hardware(str(file)).name, read_hardware(str(file)).reserved) == ("mine", 0.0)
+
+
+@pytest.mark.parametrize("name", ["machine.json", "machine.txt", "machine"])
+def test_a_file_needs_no_suffix(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(json.dumps(OmegaConf.to_container(OmegaConf.load(FOLDER / "a100.yaml"))))
+    assert read_hardware(str(file)) == read_hardware("a100")
 
 
 def test_an_unknown_machine() -> None:
