@@ -33,6 +33,7 @@ def engine_of(name: str) -> NativeEngine:
     model = SIZES[name][1]()
     model.model.layers.apply(make_small)
     model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         config, role = read_hf_config(Path(folder), scalar_head=False), RoleSpec(ModelSpec(folder))

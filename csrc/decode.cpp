@@ -39,9 +39,8 @@ class Reader {
   const scalar_t* take(int64_t size) {
     const Tensor& given = *next_++;
     if (given.numel() == 0) return nullptr;
-    STD_TORCH_CHECK(given.numel() == size && given.is_contiguous(), "decode_blocks: a weight of ", given.numel(),
-                    " elements where ", size, " are expected, contiguous");
-    return static_cast<const scalar_t*>(given.const_data_ptr());
+    STD_TORCH_CHECK(tile_type(given) == kType, "decode_blocks: weights other than matrices must be typed as x");
+    return static_cast<const scalar_t*>(checked(given, size));
   }
 
   Norm<scalar_t> norm(int64_t size) {  // over hidden states
@@ -53,12 +52,40 @@ class Reader {
 
   // `count` matrices of the same size, and their biases; null if they may be missing.
   Matrix<scalar_t> matrix(int64_t outs, int64_t depth, bool has_bias = true, int64_t count = 1, bool needed = true) {
-    const scalar_t* tiles = take(count * padded(outs) * depth);
-    STD_TORCH_CHECK(tiles != nullptr || !needed, "decode_blocks: a matrix is missing");
-    return {tiles, has_bias ? take(count * padded(outs)) : nullptr, padded(outs), depth};
+    const Tensor& given = *next_++;
+    Matrix<scalar_t> result{nullptr, tile_type(given), nullptr, padded(outs), depth};
+    STD_TORCH_CHECK(given.numel() > 0 || !needed, "decode_blocks: a matrix is missing");
+    if (given.numel() > 0) {
+      const int64_t itemsize = result.type == TileType::float32 ? 4 : result.type == TileType::bfloat16 ? 2 : 1;
+      const int64_t size = count * padded(outs) / kPadding * (result.tile_bytes() / itemsize);
+      result.tiles = static_cast<const char*>(checked(given, size));
+    }
+    if (has_bias) result.bias = take(count * padded(outs));
+    return result;
   }
 
  private:
+  static constexpr TileType kType = sizeof(scalar_t) == 4 ? TileType::float32 : TileType::bfloat16;
+
+  static TileType tile_type(const Tensor& given) {
+    switch (given.scalar_type()) {
+      case ScalarType::Float:
+        return TileType::float32;
+      case ScalarType::BFloat16:
+        return TileType::bfloat16;
+      default:
+        STD_TORCH_CHECK(given.scalar_type() == ScalarType::Char,
+                        "decode_blocks: weights must be float32, bfloat16 or int8");
+        return TileType::int8;
+    }
+  }
+
+  static const void* checked(const Tensor& given, int64_t size) {
+    STD_TORCH_CHECK(given.numel() == size && given.is_contiguous(), "decode_blocks: a weight of ", given.numel(),
+                    " elements where ", size, " are expected, contiguous");
+    return given.const_data_ptr();
+  }
+
   std::vector<Tensor>::const_iterator next_;
   float offset_;
   bool layer_norms_;
@@ -117,10 +144,12 @@ void run_together(int64_t count, void (*work)(void*, int64_t), void* given) {
 template <typename scalar_t>
 int64_t team_size(const std::vector<Layer<scalar_t>>& layers, int64_t n_rows, int64_t n_threads) {
   const Layer<scalar_t>& last = layers.back();  // the first ones of a routed model may be dense
-  int64_t size = 0;
-  for (const Matrix<scalar_t>* matrix : {&last.qkv, &last.out, &last.up, &last.down}) size += matrix->outs * matrix->depth;
+  int64_t size = 0, n_bytes = 0;
+  for (const Matrix<scalar_t>* matrix : {&last.qkv, &last.out, &last.up, &last.down}) {
+    size += matrix->outs * matrix->depth, n_bytes += matrix->outs / kPadding * matrix->tile_bytes();
+  }
   const int64_t most = std::min(n_threads, size / kMinPartElements);
-  const bool is_large = size * static_cast<int64_t>(layers.size() * sizeof(scalar_t)) > kCacheBytes;
+  const bool is_large = n_bytes * static_cast<int64_t>(layers.size()) > kCacheBytes;
   return most > 1 && (is_large || n_rows < 2 * kMinRowsPerThread * most) ? most : 1;
 }
 
@@ -295,9 +324,6 @@ void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>
                       static_cast<int64_t>(weights.size()) == expected && (n_routed == 0 || shape.routing.count > 0),
                   "decode_blocks: ", weights.size(), " weights, ", n_layers, " windows and ", table_of.size(),
                   " tables of ", k.size(0), " layers");
-  for (const Tensor& given : weights) {
-    STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
-  }
 }
 
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,

@@ -121,8 +121,7 @@ REALHF_NOINLINE void product_part(void* given, int64_t part) {
   const int64_t n_tiles = all.outs / kPadding, from = part * n_tiles / call.n_parts * kPadding;
   const int64_t outs = (part + 1) * n_tiles / call.n_parts * kPadding - from;
   if (outs == 0) return;
-  const Matrix<scalar_t> own{all.tiles + from * all.depth, all.bias ? all.bias + from : nullptr, outs, all.depth};
-  linear(own, call.rows, call.x, call.add, call.y + from, call.y_row);
+  linear(all.part(from, outs), call.rows, call.x, call.add, call.y + from, call.y_row);
 }
 
 template <typename scalar_t>

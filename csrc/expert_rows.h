@@ -127,10 +127,7 @@ REALHF_INLINE void add_expert(const Shape& shape, const Layer<scalar_t>& layer, 
                               const int64_t* pairs, Buffers& buffers) {
   const Routing& routing = shape.routing;
   const int64_t hidden = shape.hidden, across = layer.up.outs;
-  Matrix<scalar_t> up = layer.up, down = layer.down;
-  up.tiles += place * up.outs * up.depth, down.tiles += place * down.outs * down.depth;
-  if (up.bias) up.bias += place * up.outs;
-  if (down.bias) down.bias += place * down.outs;
+  const Matrix<scalar_t> up = layer.up.part(place * across, across), down = layer.down.part(place * hidden, hidden);
   for (int64_t i = 0; i < count; ++i) {
     convert(buffers.picked + i * hidden, buffers.inner + pairs[i] / routing.top_k * hidden, hidden);
   }

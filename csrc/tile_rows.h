@@ -1,23 +1,68 @@
 // Products of rows with a tiled matrix (tiles.h); compiled for every instruction set by multi_isa.h.
 
 constexpr int64_t kDeep = 256;  // depth of a tile that fits the L1 cache
+constexpr int kParts = kPadding / REALHF_WIDTH;  // registers per row of a tile
+
+// The weights of kPadding outputs as float32 vectors.
+template <typename weight_t>
+struct Tile {
+  static constexpr int kStep = 1;
+  const weight_t* values;
+
+  explicit REALHF_INLINE_MEMBER Tile(const char* from) : values(reinterpret_cast<const weight_t*>(from)) {}
+  REALHF_INLINE_MEMBER Vec at(int64_t k, int, int part) const {
+    return load_vec(values + k * kPadding + part * REALHF_WIDTH);
+  }
+  REALHF_INLINE_MEMBER const weight_t* block(int64_t k, int64_t, float*) const { return values + k * kPadding; }
+};
+
+// Four adjacent integers of an output are a word: shifts convert them faster than what the compiler makes of bytes.
+template <>
+struct Tile<int8_t> {
+  static constexpr int kStep = 4;
+  const char *scales, *words;
+
+  explicit REALHF_INLINE_MEMBER Tile(const char* from) : scales(from), words(from + kPadding * 4) {}
+  REALHF_INLINE_MEMBER Vec at(int64_t k, int byte, int part) const {  // of depth k + byte; k is a multiple of kStep
+    VecWords four;
+    Vec scale;
+    __builtin_memcpy(&four, words + k * kPadding + part * sizeof four, sizeof four);
+    __builtin_memcpy(&scale, scales + part * sizeof scale, sizeof scale);
+    return __builtin_convertvector((VecInts)(four << (24 - 8 * byte)) >> 24, Vec) * scale;
+  }
+  REALHF_INLINE_MEMBER const float* block(int64_t k, int64_t count, float* buffer) const {  // converted once for all rows
+    for (int64_t i = 0; i < count; i += kStep) {
+      for (int byte = 0; byte < kStep; ++byte) {
+        for (int part = 0; part < kParts; ++part) {
+          const Vec lanes = at(k + i, byte, part);
+          __builtin_memcpy(buffer + (i + byte) * kPadding + part * REALHF_WIDTH, &lanes, sizeof lanes);
+        }
+      }
+    }
+    return buffer;
+  }
+};
 
 // One or two rows and enough tiles to fill the registers; independent sums hide the latency.
-template <int kRows, int kTiles, typename scalar_t>
-REALHF_INLINE void tiled_microkernel(int64_t depth, const float* x, const scalar_t* tiles, float* y, int64_t y_row,
-                                     bool add) {
-  constexpr int kParts = kPadding / REALHF_WIDTH;
+template <int kRows, int kTiles, typename weight_t, typename scalar_t>
+REALHF_INLINE void tiled_microkernel(const Matrix<scalar_t>& matrix, int64_t out, const float* x, float* y,
+                                     int64_t y_row, bool add) {
+  const int64_t depth = matrix.depth;
   Vec sums[kRows][kTiles * kParts];
   for (int m = 0; m < kRows; ++m) {
     for (int n = 0; n < kTiles * kParts; ++n) {
       sums[m][n] = add ? load_vec(y + m * y_row + n * REALHF_WIDTH) : Vec{};
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    for (int n = 0; n < kTiles * kParts; ++n) {
-      const scalar_t* const tile = tiles + (n / kParts) * depth * kPadding + n % kParts * REALHF_WIDTH;
-      const Vec right = load_vec(tile + k * kPadding);
-      for (int m = 0; m < kRows; ++m) sums[m][n] += right * x[m * depth + k];
+  const char* const first = matrix.tile(out);
+  const int64_t tile_bytes = matrix.tile_bytes();
+  constexpr int kStep = Tile<weight_t>::kStep;
+  for (int64_t k = 0; k < depth; k += kStep) {
+    for (int step = 0; step < kStep; ++step) {
+      for (int n = 0; n < kTiles * kParts; ++n) {
+        const Vec right = Tile<weight_t>(first + n / kParts * tile_bytes).at(k, step, n % kParts);
+        for (int m = 0; m < kRows; ++m) sums[m][n] += right * x[m * depth + k + step];
+      }
     }
   }
   for (int m = 0; m < kRows; ++m) {
@@ -27,34 +72,47 @@ REALHF_INLINE void tiled_microkernel(int64_t depth, const float* x, const scalar
   }
 }
 
-template <int kRows, typename scalar_t>
+template <int kRows, typename weight_t, typename scalar_t>
 REALHF_NOINLINE void gemm_few_rows(const Matrix<scalar_t>& matrix, const float* x, bool add, float* y, int64_t y_row) {
   constexpr int kTiles = REALHF_WIDTH / 2 / kRows;
   int64_t out = 0;
   for (; out + kTiles * kPadding <= matrix.outs; out += kTiles * kPadding) {
-    tiled_microkernel<kRows, kTiles>(matrix.depth, x, matrix.tiles + out * matrix.depth, y + out, y_row, add);
+    tiled_microkernel<kRows, kTiles, weight_t>(matrix, out, x, y + out, y_row, add);
   }
-  for (; out < matrix.outs; out += kPadding) {
-    tiled_microkernel<kRows, 1>(matrix.depth, x, matrix.tiles + out * matrix.depth, y + out, y_row, add);
-  }
+  for (; out < matrix.outs; out += kPadding) tiled_microkernel<kRows, 1, weight_t>(matrix, out, x, y + out, y_row, add);
 }
 
 // Blocks over depth keep a tile in the L1 cache for all rows; rows are divided evenly into register blocks.
-template <typename scalar_t>
+template <typename weight_t, typename scalar_t>
 REALHF_NOINLINE void gemm_many_rows(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
                                     int64_t y_row) {
+  alignas(64) float buffer[kDeep * kPadding];
   const int64_t depth = matrix.depth, n_blocks = (rows + kMaxRows - 1) / kMaxRows;
   for (int64_t out = 0; out < matrix.outs; out += kPadding) {
-    const scalar_t* const tile = matrix.tiles + out * depth;
+    const Tile<weight_t> tile(matrix.tile(out));
     for (int64_t k = 0; k < depth; k += kDeep) {
       const int64_t some = min_of(kDeep, depth - k);
+      const auto* const weights = tile.block(k, some, buffer);
       for (int64_t block = 0, r = 0; block < n_blocks; ++block) {
         const int64_t stop = (block + 1) * rows / n_blocks;
-        gemm(stop - r, kPadding, some, x + r * depth + k, depth, 1, tile + k * kPadding, kPadding, y + r * y_row + out,
-             y_row, add || k > 0);
+        gemm(stop - r, kPadding, some, x + r * depth + k, depth, 1, weights, kPadding, y + r * y_row + out, y_row,
+             add || k > 0);
         r = stop;
       }
     }
+  }
+}
+
+template <typename weight_t, typename scalar_t>
+REALHF_INLINE void product(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
+                           int64_t y_row) {
+  switch (rows) {
+    case 1:
+      return gemm_few_rows<1, weight_t>(matrix, x, add, y, y_row);
+    case 2:
+      return gemm_few_rows<2, weight_t>(matrix, x, add, y, y_row);
+    default:
+      return gemm_many_rows<weight_t>(matrix, rows, x, add, y, y_row);
   }
 }
 
@@ -70,20 +128,16 @@ REALHF_INLINE void linear(const Matrix<scalar_t>& matrix, int64_t rows, const fl
     }
   }
   const bool adds = add || matrix.bias;
-  switch (rows) {
-    case 1:
-      return gemm_few_rows<1>(matrix, x, adds, y, y_row);
-    case 2:
-      return gemm_few_rows<2>(matrix, x, adds, y, y_row);
-    default:
-      return gemm_many_rows(matrix, rows, x, adds, y, y_row);
+  switch (matrix.type) {
+    case TileType::float32:
+      return product<float>(matrix, rows, x, adds, y, y_row);
+    case TileType::bfloat16:
+      return product<BFloat16>(matrix, rows, x, adds, y, y_row);
+    case TileType::int8:
+      return product<int8_t>(matrix, rows, x, adds, y, y_row);
   }
 }
 
 REALHF_NOINLINE void tiled_gemm(const Matrix<float>& matrix, int64_t rows, const float* x, float* y, int64_t y_row) {
-  linear(matrix, rows, x, false, y, y_row);
-}
-
-REALHF_NOINLINE void tiled_gemm(const Matrix<BFloat16>& matrix, int64_t rows, const float* x, float* y, int64_t y_row) {
   linear(matrix, rows, x, false, y, y_row);
 }

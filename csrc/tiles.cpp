@@ -26,17 +26,17 @@ constexpr int64_t kProductsPerTask = 1 << 16;  // fewer do not repay a thread
 #define REALHF_KERNEL_FILE "tile_rows.h"
 #include "multi_isa.h"
 
-template <typename scalar_t>
-using Work = void (*)(const Matrix<scalar_t>&, int64_t, const float*, float*, int64_t);
+using Work = void (*)(const Matrix<float>&, int64_t, const float*, float*, int64_t);
 
 // The last tile may have more outputs than the matrix: it is computed in a buffer.
 template <typename scalar_t>
 void run(const Tensor& x, const Tensor& tiles, Tensor& y) {
   const int64_t rows = x.size(0), depth = x.size(1), outs = y.size(1), whole = outs / kPadding * kPadding;
   const int64_t n_tiles = tiles.size(0), at_once = std::max<int64_t>(1, kProductsPerTask / (rows * depth * kPadding));
-  const auto work = best_isa<Work<scalar_t>>(REALHF_ALL_ISAS(tiled_gemm));
+  const auto work = best_isa<Work>(REALHF_ALL_ISAS(tiled_gemm));
   const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
-  const auto* all = static_cast<const scalar_t*>(tiles.const_data_ptr());
+  const auto type = sizeof(scalar_t) == 4 ? TileType::float32 : TileType::bfloat16;
+  const Matrix<float> all{static_cast<const char*>(tiles.const_data_ptr()), type, nullptr, n_tiles * kPadding, depth};
   float* const to = y.mutable_data_ptr<float>();
   float *x_float = nullptr, *last = nullptr;
   const auto memory =
@@ -45,10 +45,10 @@ void run(const Tensor& x, const Tensor& tiles, Tensor& y) {
   torch::stable::parallel_for(0, n_tiles, at_once, [&](int64_t first, int64_t stop) {
     const int64_t n_outs = std::min(stop * kPadding, whole) - first * kPadding;
     if (n_outs > 0) {
-      work({all + first * kPadding * depth, nullptr, n_outs, depth}, rows, x_float, to + first * kPadding, outs);
+      work(all.part(first * kPadding, n_outs), rows, x_float, to + first * kPadding, outs);
     }
     if (stop * kPadding <= whole) return;
-    work({all + whole * depth, nullptr, kPadding, depth}, rows, x_float, last, kPadding);
+    work(all.part(whole, kPadding), rows, x_float, last, kPadding);
     for (int64_t r = 0; r < rows; ++r) {
       std::copy_n(last + r * kPadding, outs - whole, to + r * outs + whole);
     }

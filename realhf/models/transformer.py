@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.api.config import Recompute
+from realhf.api.config.choices import Recompute, WeightType
 from realhf.api.model_config import ModelConfig
 from realhf.base.partition import consecutive_runs
 from realhf.comm.context_parallel import ContextRegion
@@ -24,7 +24,7 @@ from realhf.models.attention.stage_rotary import StageRotary
 from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
 from realhf.models.bound_weights import BoundWeights, StageWeights, count_heads
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused.fused_blocks import DecodeStep, TiledBlocks, fuse_blocks
+from realhf.models.fused.fused_blocks import DecodeStep, TiledBlocks, fuse_blocks, tiled_blocks
 from realhf.models.fused.tiles import pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
@@ -215,11 +215,14 @@ class Transformer:
         return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout, self.chunks[chunk])
 
     @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Tile the weights once for many calls of ``decode``; the weights must not change in this context."""
-        blocks, head = self.weights.fused, self.weights.head
-        if blocks is not None:
-            self._tiled_blocks, self._tiled_head = blocks.tiled(), None if head is None else pack_tiles(head.detach())
+    def decoding(self, dtype: WeightType = WeightType.auto) -> Iterator[None]:
+        """Tile the weights once for many calls of ``decode``; the weights must not change in this context.
+
+        ``dtype`` is that of attention and MLP matrices (``tiled_blocks``).
+        """
+        self._tiled_blocks, head = tiled_blocks(self.weights.fused, dtype), self.weights.head
+        if self._tiled_blocks is not None and head is not None:
+            self._tiled_head = pack_tiles(head.detach())
         try:
             yield
         finally:

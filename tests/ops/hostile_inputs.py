@@ -53,6 +53,9 @@ class Inputs:
         """Return integers from ``low`` to ``high - 1``."""
         return self.placed(torch.tensor([self.random.randrange(low, high) for _ in range(count)], dtype=torch.int64))
 
+    def bytes(self, *shape: int) -> Tensor:
+        return self.placed(torch.randint(-128, 128, shape, generator=self.generator).to(torch.int8))
+
     def bools(self, *shape: int) -> Tensor:
         return self.placed(torch.rand(shape, generator=self.generator) < 0.5)
 
@@ -163,6 +166,10 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
     has_gates, wide_norms = inputs.pick(True, False), inputs.pick(True, False)
     make = lambda *shape: inputs.floats(*shape, dtype=dtype)
     maybe = lambda *shape: inputs.pick(make(0), make(*shape))
+    matrix = lambda outs, depth: inputs.pick(
+        make(outs, depth), inputs.floats(outs, depth, dtype=torch.bfloat16),
+        inputs.bytes(outs // 16, (4 + depth) * 16),
+    )  # fmt: skip
     routed = [inputs.pick(0, 1) for _ in range(layers)]
     routing = _routing(inputs) if any(routed) else []
     of_q, of_k = heads * dim, kv_heads * dim
@@ -172,10 +179,10 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
             sizes = (of_q, of_k) if wide_norms else (dim, dim)
             head_norms = inputs.pick([make(0), make(0)], [make(size) for size in sizes])
             of_qkv = of_q * (1 + has_gates) + 2 * of_k
-            weights += [maybe(hidden), maybe(hidden), make(of_qkv, hidden), maybe(of_qkv), *head_norms,
-                        make(hidden, of_q), maybe(hidden), maybe(hidden), maybe(heads)]  # fmt: skip
+            weights += [maybe(hidden), maybe(hidden), matrix(of_qkv, hidden), maybe(of_qkv), *head_norms,
+                        matrix(hidden, of_q), maybe(hidden), maybe(hidden), maybe(heads)]  # fmt: skip
         if sublayers != 1:
-            weights += _mlp_weights(make, maybe, hidden, inner, 1 + gated, routing if is_routed else [])
+            weights += _mlp_weights(matrix, maybe, hidden, inner, 1 + gated, routing if is_routed else [])
     if sublayers == 0:
         weights += [maybe(hidden), maybe(hidden)]
     k = make(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim)
@@ -208,20 +215,20 @@ def _routing(inputs: Inputs) -> list[int]:
 
 
 def _mlp_weights(
-    make: Callable[..., Tensor], maybe: Callable[..., Tensor], hidden: int, inner: int, ways: int, routing: list[int]
+    matrix: Callable[..., Tensor], maybe: Callable[..., Tensor], hidden: int, inner: int, ways: int, routing: list[int]
 ) -> list[Tensor]:
     """Return the weights of a dense MLP, or of routed experts."""
     count = 1
     if routing:
         count, inner = routing[2], routing[8]
-    up = [make(count * ways * inner, hidden), maybe(count * ways * inner)]
-    down = [make(count * hidden, inner), maybe(count * hidden)]
+    up = [matrix(count * ways * inner, hidden), maybe(count * ways * inner)]
+    down = [matrix(count * hidden, inner), maybe(count * hidden)]
     weights = [maybe(hidden), maybe(hidden), *up, *down, maybe(hidden)]
     if not routing:
         return weights
     shared, outs = routing[9], -(-routing[0] // 16) * 16
-    router = [make(outs, hidden), maybe(outs), maybe(routing[0])]
-    return [*weights, *router, make(ways * shared, hidden), make(hidden, shared), maybe(hidden)]
+    router = [matrix(outs, hidden), maybe(outs), maybe(routing[0])]
+    return [*weights, *router, matrix(ways * shared, hidden), matrix(hidden, shared), maybe(hidden)]
 
 
 def delta_step(inputs: Inputs) -> list[Any]:

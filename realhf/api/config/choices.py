@@ -19,6 +19,14 @@ class Recompute(Enum):
     selective = "selective"
 
 
+class WeightType(Enum):
+    """The type of matrices in decoding."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
 class Quantization(Enum):
     """The type of a frozen base's matrices."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realhf.api.config.choices import WeightType
 from realhf.api.config.option import COUNT, NATURAL, NON_NEGATIVE, PROBABILITY, opt
 
 
@@ -19,6 +20,11 @@ class GenerationConfig:
         0,
         "maximum number of tokens proposed from a row's own text per step, 0 for none; on CPUs, for few rows",
         NATURAL,
+    )
+    weight_dtype: WeightType = opt(
+        WeightType.auto,
+        "on CPUs, the type of attention and MLP matrices in decoding: bfloat16, int8 with a scale per output, or auto, "
+        "that of the model; log-probs are those of the model that samples: set ppo.recompute_logprobs=True",
     )
     max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)", COUNT)
 

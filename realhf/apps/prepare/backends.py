@@ -10,11 +10,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, ModelSpec
-from realhf.api.config.choices import Backend, Device
+from realhf.api.config.choices import Backend, Device, WeightType
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
-from realhf.api.graph import Graph
+from realhf.api.graph import Graph, Kind
 from realhf.api.model_config import ModelConfig
+from realhf.arch.decode_kernel import fuses_some
 
 IMPORT_TIMEOUT_S = 60.0
 NOT_RELOADED = ("gpt_oss",)
@@ -45,6 +46,8 @@ def vllm_problems(
                         "returns no log-probs before truncation at another temperature")  # fmt: skip
     if sampling and sampling.prompt_lookup_num_tokens:
         problems.append("gen.prompt_lookup_num_tokens needs backend=native")
+    if sampling and sampling.weight_dtype is not WeightType.auto:
+        problems.append(f"gen.weight_dtype={sampling.weight_dtype.value} needs backend=native")
     if error := _import_error(python):
         problems.append(f"backend=vllm: {python} cannot import vllm ({error}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm creates one)")  # fmt: skip
@@ -104,6 +107,20 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
         if spec.spec.optimizer.offload is True:
             problems.append(f"{role}.optimizer.offload=True requires {role}.backend=native")
     return problems
+
+
+def weight_type_problems(
+    sampling: GenerationConfig | None, graph: Graph, models: Mapping[str, ModelConfig], device: str | None
+) -> list[str]:
+    """Return reasons why no decoding step of a model reads matrices of ``gen.weight_dtype``."""
+    if sampling is None or sampling.weight_dtype is WeightType.auto:
+        return []
+    option = f"gen.weight_dtype={sampling.weight_dtype.value}"
+    if device == Device.cuda.value:
+        return [f"{option} is for CPUs; on GPUs set {option.partition('=')[0]}=auto"]
+    roles = {mfc.role for mfc in graph.mfcs if mfc.kind is Kind.GENERATE}
+    return [f"{option}: the kernel of decoding computes no attention and no MLP of {role}; set gen.weight_dtype=auto"
+            for role, model in models.items() if role in roles and not fuses_some(model)]  # fmt: skip
 
 
 def quantization_problems(

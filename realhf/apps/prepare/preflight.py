@@ -19,7 +19,13 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, trainer_problems, vllm_problems
+from realhf.apps.prepare.backends import (
+    quantization_problems,
+    resolve_dtypes,
+    trainer_problems,
+    vllm_problems,
+    weight_type_problems,
+)
 from realhf.apps.prepare.cadence import cadence_problems, checkpoint_plan
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
 from realhf.apps.prepare.hub import with_snapshots
@@ -145,6 +151,7 @@ def _check(
     if graph:
         findings.invalid += role_problems(graph, experiment) + curriculum_problems(experiment, graph)
         findings.invalid += trainer_problems(graph, roles, device, launching)
+        findings.invalid += weight_type_problems(experiment.sampling_options(), graph, known, device)
         findings.invalid += evaluation_problems(graph, experiment)
         findings.invalid += push_problems(experiment, graph) + quantization_problems(roles) if launching else []
     if plan and graph and launching:

@@ -20,6 +20,7 @@ from realhf.api.config import (
     LLMJudgeConfig,
     RewardConfig,
 )
+from realhf.api.config.choices import WeightType
 from realhf.environments.loading import check_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.rewards.group.presets import GROUP_PRESETS, asks_model, check_group_fn, compares
@@ -213,6 +214,7 @@ def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
     loss, reward = ppo.kl_loss_estimator, ppo.kl_reward_estimator
     uncorrected = max_staleness > 0 and not ppo.recompute_logprobs
     has_ratio = ppo.policy_loss is not PolicyLoss["reinforce"]
+    is_weighted = ppo.recompute_logprobs and ppo.importance.value != "none"
     checks = [
         (in_loss and loss is KLEstimator.k1,
          "ppo.kl_loss_estimator=k1: its expected gradient is 0 on-policy, and off-policy it points away from the old "
@@ -228,5 +230,8 @@ def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
         (uncorrected and not has_ratio,
          "max_staleness with ppo.policy_loss=reinforce: no correction for responses of an older policy; "
          "set ppo.recompute_logprobs=True"),
+        (ppo.gen.weight_dtype is not WeightType.auto and not is_weighted,
+         f"ppo.gen.weight_dtype={ppo.gen.weight_dtype.value} without importance weights: the model that samples is not "
+         "the one that is trained; set ppo.recompute_logprobs=True ppo.importance=tis"),
     ]  # fmt: skip
     return [line for applies, line in checks if applies]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from realhf.api.config.choices import WeightType
 from realhf.api.model_config import ModelConfig
 from realhf.arch.decode_kernel import GATED_ACTIVATIONS, fits, fuses_attention, has_activation
 from realhf.comm.expert_parallel import ExpertRegion
@@ -156,13 +157,13 @@ class FusedBlocks:
         """The kernel computes the attention of all blocks."""
         return all(attention is not None for attention, _ in self.sublayers)
 
-    def tiled(self) -> TiledBlocks:
-        """Copy the matrices into tiles, the order in which the kernel reads them."""
+    def tiled(self, dtype: WeightType = WeightType.auto) -> TiledBlocks:
+        """Copy the matrices into tiles of a type, in the order in which the kernel reads them."""
         weights = chain.from_iterable(some for some in chain.from_iterable(self.sublayers) if some is not None)
         missing = next(part.value for part in weights if part.value is not None).new_empty(0)
 
         def packed(sublayer: SublayerWeights | None) -> tuple[Tensor, ...]:
-            return tuple(part.packed(missing) for part in sublayer or ())
+            return tuple(part.packed(missing, dtype) for part in sublayer or ())
 
         sublayers = tuple((packed(attention), packed(mlp)) for attention, mlp in self.sublayers)
         return TiledBlocks(self.shape, sublayers, packed(self.final_norm))
@@ -206,6 +207,14 @@ def fuse_blocks(
     fused = [block.mlp if mlp is not None else None for block, (_, mlp) in zip(blocks, found, strict=True)]
     shape = StageShape(config, n_heads, rules, rotary, places, *_mlp_sizes(config, fused, experts))
     return FusedBlocks(shape, found if is_whole else sublayers(False), norm_weights(final_norm), is_whole)
+
+
+def tiled_blocks(fused: FusedBlocks | None, dtype: WeightType) -> TiledBlocks | None:
+    """Return the blocks in tiles of a type, None if there are none; ValueError for a type that nothing would have."""
+    if fused is None and dtype is not WeightType.auto:
+        raise ValueError(f"gen.weight_dtype={dtype.value}: the CPU kernel of decoding, which reads this type, does not "
+                         "compute this model here")  # fmt: skip
+    return None if fused is None else fused.tiled(dtype)
 
 
 def _mlp_sizes(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.api.config.choices import WeightType
 from realhf.arch.decode_kernel import fits
 from realhf.models.attention.norm_weights import Norm
 from realhf.models.blocks import Attention, Experts, LinearAttention, Mlp
@@ -18,21 +19,23 @@ class KernelWeight:
     """A view of a weight, None for a missing one; ``packed`` copies matrices.
 
     Leading dimensions of matrices and vectors number experts. ``padding`` are columns before and behind a vector's.
+    A matrix that ``keeps_type`` chooses experts, and is never stored in another type.
     """
 
     value: Tensor | None
     is_matrix: bool = False
     adapter: LowRank | None = None
     padding: tuple[int, int] = (0, 0)
+    keeps_type: bool = False
 
-    def packed(self, missing: Tensor) -> Tensor:
-        """Return the weight as the kernel reads it, with its adapter, or ``missing``."""
+    def packed(self, missing: Tensor, dtype: WeightType) -> Tensor:
+        """Return the weight as the kernel reads it, with its adapter, or ``missing``; ``dtype`` is that of matrices."""
         if self.value is None:
             return missing
         value = self.value.detach()
         if self.is_matrix:
             merged = value if self.adapter is None else self.adapter.merged(value)
-            return pack_tiles(merged.flatten(0, -2))
+            return pack_tiles(merged.flatten(0, -2), WeightType.auto if self.keeps_type else dtype)
         return F.pad(value, self.padding) if any(self.padding) else value
 
 
@@ -90,7 +93,8 @@ def _expert_weights(experts: Experts, hidden: int) -> SublayerWeights | None:
     return (
         *norm_weights(experts.norm), KernelWeight(mlps.up_rows, True), KernelWeight(b_up),
         KernelWeight(mlps.down, True), KernelWeight(mlps.b_down, padding=columns), _weight_of(experts.post_norm),
-        KernelWeight(experts.router, True), KernelWeight(experts.b_router, padding=(0, -n_experts % TILE_N)),
+        KernelWeight(experts.router, True, keeps_type=True),
+        KernelWeight(experts.b_router, padding=(0, -n_experts % TILE_N)),
         KernelWeight(experts.choice_bias),
         shared_up[0], shared_down[0],
         KernelWeight(None if experts.shared_gate is None else experts.shared_gate.flatten()),

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.api.config.choices import WeightType
 from realhf.arch.decode_kernel import WIDTH
 from realhf.ops import extension
 
@@ -11,10 +12,23 @@ TILE_N = WIDTH
 """Output rows per tile of a weight, ``[in, TILE_N]``."""
 
 
-def pack_tiles(weight: Tensor) -> Tensor:
-    """Copy a matrix ``[out, in]`` to ``[ceil(out / TILE_N), in, TILE_N]``, padded with zeros."""
+def pack_tiles(weight: Tensor, dtype: WeightType = WeightType.auto) -> Tensor:
+    """Copy a matrix ``[out, in]`` to ``[ceil(out / TILE_N), in, TILE_N]``, padded with zeros.
+
+    Integers are ``[ceil(out / TILE_N), (4 + in) * TILE_N]`` bytes: the float32 scales of a tile's outputs, then
+    ``[in / 4, TILE_N, 4]`` numbers, rounded to nearest. The largest of an output is 127 or -127.
+    """
     padded = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
-    return padded.view(-1, TILE_N, weight.shape[1]).transpose(1, 2).contiguous()
+    tiles = padded.view(-1, TILE_N, weight.shape[1]).transpose(1, 2)
+    if dtype is WeightType.int8:
+        values = tiles.float()
+        scales = values.abs().amax(1) / 127
+        numbers = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+        words = numbers.unflatten(1, (-1, 4)).transpose(2, 3)
+        return torch.cat((scales.view(torch.int8), words.flatten(1)), 1)
+    if dtype is WeightType.bfloat16:
+        tiles = tiles.bfloat16()
+    return tiles.contiguous()
 
 
 def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:

@@ -7,7 +7,7 @@ from math import ceil
 from operator import add
 
 from realhf.api.config import GenerationConfig, OptimizerType
-from realhf.api.config.choices import Backend
+from realhf.api.config.choices import Backend, WeightType
 from realhf.api.execution_plan import ExecutionPlan, MemorySaving, Placement
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -105,6 +105,18 @@ class MemoryModel:
         numel = max(shard_numels(config, strategy))
         return float(numel * model_itemsize(self.roles[role]))
 
+    def _packed(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the bytes of the copy of a role's model for decoding per device at the largest stage."""
+        assert self.sampling is not None
+        size = {WeightType.bfloat16: 2, WeightType.int8: 1}.get(self.sampling.weight_dtype)
+        whole, config = self.model(role, strategy), self.models[role]
+        if size is None:
+            return whole
+        head = (
+            config.vocab * config.hidden * model_itemsize(self.roles[role]) / strategy.weight_tp
+        )  # has the model's type
+        return head + max(0.0, whole - head) * size / model_itemsize(self.roles[role])
+
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
         """Return the shared memory that stays mapped per worker after moving a role's weights."""
         if self.device != "cpu" or src == dst:
@@ -165,7 +177,7 @@ class MemoryModel:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 needed = self._generation(placement, ranks, shards, n)
                 if self.share_prompts and shards[0].packs_weights:  # it keeps packed copies of the weights
-                    needed += Bytes(buffers=self.model(mfc.role, strategy))
+                    needed += Bytes(buffers=self._packed(mfc.role, strategy))
                 return common + needed
 
     def _layers(self, mfc: MFC, strategy: ParallelStrategy) -> float:

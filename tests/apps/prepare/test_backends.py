@@ -5,12 +5,12 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from realhf.api.config import LoraOptions, ModelSpec
-from realhf.api.config.choices import Quantization
+from realhf.api.config import GenerationConfig, LoraOptions, ModelSpec
+from realhf.api.config.choices import Quantization, WeightType
 from realhf.api.config.preference import EnsembleConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.model_config import GatedDelta, ModelConfig
-from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, unserved_reason
+from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, unserved_reason, weight_type_problems
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 
@@ -59,3 +59,17 @@ def test_a_quantized_base_needs_torchao(version: str | None, problem: str) -> No
     roles = {"actor": RoleSpec(ModelSpec(lora=lora)), "critic": RoleSpec(ModelSpec(lora=LoraOptions(rank=4)))}
     assert problem in "".join(found := quantization_problems(roles, version_of)) and len(found) == bool(problem)
     assert quantization_problems({"critic": roles["critic"]}, version_of) == []
+
+
+@pytest.mark.parametrize("dtype", [WeightType.bfloat16, WeightType.int8])
+def test_types_that_no_decoding_step_reads(dtype: WeightType) -> None:
+    sampling, llama = GenerationConfig(weight_dtype=dtype), ModelConfig("llama", 2, 32, 2, 2, 16, 64, 9, 16)
+    graph = PPOMathExperiment(actor=ModelSpec(path="m")).graph()
+    odd = replace(llama, hidden=24, head_dim=12, intermediate=50)
+    option = f"gen.weight_dtype={dtype.value}"
+    assert weight_type_problems(sampling, graph, {"actor": llama, "critic": odd}, "cpu") == []
+    (problem,) = weight_type_problems(sampling, graph, {"actor": odd}, "cpu")
+    assert problem.startswith(f"{option}: the kernel of decoding computes no attention and no MLP of actor")
+    (problem,) = weight_type_problems(sampling, graph, {"actor": llama}, "cuda")
+    assert problem.startswith(f"{option} is for CPUs")
+    assert weight_type_problems(GenerationConfig(), graph, {"actor": odd}, "cuda") == []

@@ -40,7 +40,7 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     n_groups = min(pipeline.n_stages, n_slots)
     shares = [n_slots // n_groups + (i < n_slots % n_groups) for i in range(n_groups)]
     groups = [DecodeGroup(model, request, queue, share, pipeline.kept_decoder) for share in shares]
-    with model.decoding():
+    with model.decoding(request.config.weight_dtype):
         pipeline.generate(groups)
     for group in groups:
         group.close()

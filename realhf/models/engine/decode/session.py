@@ -172,7 +172,7 @@ def run_turns(pipeline: Pipeline, options: SessionOptions, make_driver: Callable
     driver = make_driver() if is_driver else None
     alone = tp.size == pp.size == 1
     outputs: list[TurnOutput] = []
-    with torch.no_grad(), pipeline.model.decoding():
+    with torch.no_grad(), pipeline.model.decoding(options.config.weight_dtype):
         session = DecodeSession(pipeline, options)
         while True:
             request = driver.next(outputs, session.table.is_idle) if driver else TurnRequest()
