@@ -216,10 +216,7 @@ class Transformer:
 
     @contextmanager
     def decoding(self, dtype: WeightType = WeightType.auto) -> Iterator[None]:
-        """Tile the weights once for many calls of ``decode``; the weights must not change in this context.
-
-        ``dtype`` is that of attention and MLP matrices (``tiled_blocks``).
-        """
+        """Tile the weights once for many calls of ``decode``, in which they must not change; see ``tiled_blocks``."""
         self._tiled_blocks, head = tiled_blocks(self.weights.fused, dtype), self.weights.head
         if self._tiled_blocks is not None and head is not None:
             self._tiled_head = pack_tiles(head.detach())

@@ -110,7 +110,11 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
 
 
 def weight_type_problems(
-    sampling: GenerationConfig | None, graph: Graph, models: Mapping[str, ModelConfig], device: str | None
+    sampling: GenerationConfig | None,
+    graph: Graph,
+    models: Mapping[str, ModelConfig],
+    roles: Mapping[str, RoleSpec],
+    device: str | None,
 ) -> list[str]:
     """Return reasons why no decoding step of a model reads matrices of ``gen.weight_dtype``."""
     if sampling is None or sampling.weight_dtype is WeightType.auto:
@@ -118,9 +122,17 @@ def weight_type_problems(
     option = f"gen.weight_dtype={sampling.weight_dtype.value}"
     if device == Device.cuda.value:
         return [f"{option} is for CPUs; on GPUs set {option.partition('=')[0]}=auto"]
-    roles = {mfc.role for mfc in graph.mfcs if mfc.kind is Kind.GENERATE}
-    return [f"{option}: the kernel of decoding computes no attention and no MLP of {role}; set gen.weight_dtype=auto"
-            for role, model in models.items() if role in roles and not fuses_some(model)]  # fmt: skip
+    problems = []
+    for role in sorted({mfc.role or "" for mfc in graph.mfcs if mfc.kind is Kind.GENERATE} & {*models}):
+        lora = models[role].lora
+        if not fuses_some(models[role]):
+            problems.append(f"{option}: the kernel of decoding computes no attention and no MLP of {role}; set "
+                            "gen.weight_dtype=auto")  # fmt: skip
+        if lora is not None and lora.bits:
+            problems.append(f"{option}: the base of {role} is quantized already ({role}.lora.quantization)")
+        elif lora is not None and roles[role].spec.bf16:
+            problems.append(f"{option}: adapters of a base in bfloat16 are not merged; set {role}.bf16=False")
+    return problems
 
 
 def quantization_problems(

@@ -151,7 +151,7 @@ def _check(
     if graph:
         findings.invalid += role_problems(graph, experiment) + curriculum_problems(experiment, graph)
         findings.invalid += trainer_problems(graph, roles, device, launching)
-        findings.invalid += weight_type_problems(experiment.sampling_options(), graph, known, device)
+        findings.invalid += weight_type_problems(experiment.sampling_options(), graph, known, roles, device)
         findings.invalid += evaluation_problems(graph, experiment)
         findings.invalid += push_problems(experiment, graph) + quantization_problems(roles) if launching else []
     if plan and graph and launching:

@@ -9,7 +9,7 @@ from realhf.api.config import GenerationConfig, LoraOptions, ModelSpec
 from realhf.api.config.choices import Quantization, WeightType
 from realhf.api.config.preference import EnsembleConfig
 from realhf.api.experiment import RoleSpec
-from realhf.api.model_config import GatedDelta, ModelConfig
+from realhf.api.model_config import GatedDelta, Lora, ModelConfig
 from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, unserved_reason, weight_type_problems
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
@@ -67,9 +67,13 @@ def test_types_that_no_decoding_step_reads(dtype: WeightType) -> None:
     graph = PPOMathExperiment(actor=ModelSpec(path="m")).graph()
     odd = replace(llama, hidden=24, head_dim=12, intermediate=50)
     option = f"gen.weight_dtype={dtype.value}"
-    assert weight_type_problems(sampling, graph, {"actor": llama, "critic": odd}, "cpu") == []
-    (problem,) = weight_type_problems(sampling, graph, {"actor": odd}, "cpu")
+    roles = {"actor": RoleSpec(ModelSpec(bf16=True))}
+    assert weight_type_problems(sampling, graph, {"actor": llama, "critic": odd}, roles, "cpu") == []
+    for lora, reason in ((Lora(4), "adapters of a base in bfloat16"), (Lora(4, bits=8), "is quantized already")):
+        (problem,) = weight_type_problems(sampling, graph, {"actor": replace(llama, lora=lora)}, roles, "cpu")
+        assert reason in problem
+    (problem,) = weight_type_problems(sampling, graph, {"actor": odd}, roles, "cpu")
     assert problem.startswith(f"{option}: the kernel of decoding computes no attention and no MLP of actor")
-    (problem,) = weight_type_problems(sampling, graph, {"actor": llama}, "cuda")
+    (problem,) = weight_type_problems(sampling, graph, {"actor": llama}, roles, "cuda")
     assert problem.startswith(f"{option} is for CPUs")
-    assert weight_type_problems(GenerationConfig(), graph, {"actor": odd}, "cuda") == []
+    assert weight_type_problems(GenerationConfig(), graph, {"actor": odd}, roles, "cuda") == []
