@@ -13,7 +13,6 @@ struct Tile {
   REALHF_INLINE_MEMBER Vec at(int64_t k, int, int part) const {
     return load_vec(values + k * kPadding + part * REALHF_WIDTH);
   }
-  REALHF_INLINE_MEMBER const weight_t* block(int64_t k, int64_t, float*) const { return values + k * kPadding; }
 };
 
 // Four adjacent integers of an output are a word: shifts convert them faster than what the compiler makes of bytes.
@@ -30,18 +29,26 @@ struct Tile<int8_t> {
     __builtin_memcpy(&scale, scales + part * sizeof scale, sizeof scale);
     return __builtin_convertvector((VecInts)(four << (24 - 8 * byte)) >> 24, Vec) * scale;
   }
-  REALHF_INLINE_MEMBER const float* block(int64_t k, int64_t count, float* buffer) const {  // converted once for all rows
-    for (int64_t i = 0; i < count; i += kStep) {
-      for (int byte = 0; byte < kStep; ++byte) {
-        for (int part = 0; part < kParts; ++part) {
-          const Vec lanes = at(k + i, byte, part);
-          __builtin_memcpy(buffer + (i + byte) * kPadding + part * REALHF_WIDTH, &lanes, sizeof lanes);
-        }
+};
+
+// The weights of depths k..k+count, [count, kPadding], in `buffer` unless they are float32.
+template <typename weight_t>
+REALHF_INLINE const float* converted(const Tile<weight_t>& tile, int64_t k, int64_t count, float* buffer) {
+  constexpr int kStep = Tile<weight_t>::kStep;
+  for (int64_t i = 0; i < count; i += kStep) {
+    for (int step = 0; step < kStep; ++step) {
+      for (int part = 0; part < kParts; ++part) {
+        const Vec lanes = tile.at(k + i, step, part);
+        __builtin_memcpy(buffer + (i + step) * kPadding + part * REALHF_WIDTH, &lanes, sizeof lanes);
       }
     }
-    return buffer;
   }
-};
+  return buffer;
+}
+
+REALHF_INLINE const float* converted(const Tile<float>& tile, int64_t k, int64_t, float*) {
+  return tile.values + k * kPadding;
+}
 
 // One or two rows and enough tiles to fill the registers; independent sums hide the latency.
 template <int kRows, int kTiles, typename weight_t, typename scalar_t>
@@ -92,7 +99,7 @@ REALHF_NOINLINE void gemm_many_rows(const Matrix<scalar_t>& matrix, int64_t rows
     const Tile<weight_t> tile(matrix.tile(out));
     for (int64_t k = 0; k < depth; k += kDeep) {
       const int64_t some = min_of(kDeep, depth - k);
-      const auto* const weights = tile.block(k, some, buffer);
+      const float* const weights = converted(tile, k, some, buffer);  // once for all rows
       for (int64_t block = 0, r = 0; block < n_blocks; ++block) {
         const int64_t stop = (block + 1) * rows / n_blocks;
         gemm(stop - r, kPadding, some, x + r * depth + k, depth, 1, weights, kPadding, y + r * y_row + out, y_row,

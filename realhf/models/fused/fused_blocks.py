@@ -212,8 +212,8 @@ def fuse_blocks(
 def tiled_blocks(fused: FusedBlocks | None, dtype: WeightType) -> TiledBlocks | None:
     """Return the blocks in tiles of a type, None if there are none; ValueError for a type that none would have."""
     if fused is None and dtype is not WeightType.auto:
-        raise ValueError(f"gen.weight_dtype={dtype.value}: the CPU kernel of decoding does not compute this model here; "
-                         "models in bfloat16 only on CPUs without bfloat16 instructions")  # fmt: skip
+        raise ValueError(f"gen.weight_dtype={dtype.value}: the CPU kernel of decoding does not compute this model; "
+                         "it computes those in bfloat16 only on CPUs without bfloat16 instructions")  # fmt: skip
     return None if fused is None else fused.tiled(dtype)
 
 
