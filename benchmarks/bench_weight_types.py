@@ -10,8 +10,8 @@ import statistics
 import time
 
 import torch
+from bench_lookup import engine_of
 
-from benchmarks.bench_lookup import engine_of
 from realhf.api.config.choices import WeightType
 from realhf.models.transformer import Transformer
 

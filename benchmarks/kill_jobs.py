@@ -131,7 +131,8 @@ JOBS = (
         f"ensemble.members=[{','.join(f'{{task}}/member-{seed}/models/model/step_1' for seed in MEMBERS)}]")),
     Job("lora", "grpo", 2, GRADED + "actor.lora.rank=4 actor.lora.dropout=0.1"),
     Job("prompt lookup", "grpo", 2, GRADED + "ppo.gen.prompt_lookup_num_tokens=4 ppo.gen.temperature=0.3"),
-    Job("int8 decoding", "grpo", 2, f"{GRADED} ppo.gen.weight_dtype=int8 ppo.recompute_logprobs=True"),
+    Job("int8 decoding", "grpo", 2, f"{GRADED} ppo.gen.weight_dtype=int8 ppo.recompute_logprobs=True "
+        "ppo.gen.kv_cache_dtype=bfloat16"),
     Job("router replay", "grpo", 2, GRADED.replace("{task}/model", "{task}/routed")
         + "ppo.router_replay=True ppo.recompute_logprobs=True max_staleness=1 allocation_mode=t2"),
     Job("distill, averages", "distill", 1, GRPO + "ppo.distill.prompt={{prompt}} ppo.distill.objective=forward_kl "

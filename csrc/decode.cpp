@@ -160,13 +160,14 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
   const auto& [x, positions, prefixes, slots, k, v, chosen] = inputs;
   Reader<scalar_t> reader(weights, offset, shape.layer_norms);
   std::vector<Layer<scalar_t>> layers;
-  const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim, n_choices = x.size(0) * shape.routing.top_k;
+  const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim * (shape.has_bf16_cache ? 2 : 4);
+  const int64_t n_choices = x.size(0) * shape.routing.top_k;
   int64_t* next_chosen = chosen;
   for (size_t i = 0; i < windows.size(); ++i) {
     Layer<scalar_t>& layer = layers.emplace_back();
     layer.is_routed = routed[i] != 0, layer.window = windows[i], layer.rope = ropes[i];
-    layer.keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
-    layer.values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
+    layer.keys = static_cast<char*>(k.mutable_data_ptr()) + i * of_layer;
+    layer.values = static_cast<char*>(v.mutable_data_ptr()) + i * of_layer;
     if (shape.sublayers != Sublayers::mlp) read_attention(reader, shape, layer);
     if (shape.sublayers == Sublayers::attention) continue;
     read_mlp(reader, shape, layer);
@@ -274,10 +275,13 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n
   STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
                       v.numel() == k.numel(),
                   "decode_blocks: x must be [S, D], k and v [L, slots, K, max_len, d], contiguous");
-  STD_TORCH_CHECK(x.scalar_type() == k.scalar_type() && x.scalar_type() == v.scalar_type() &&
-                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
-                  "decode_blocks: x, k and v must be float32 or bfloat16, all alike");
+  const auto is_known = [](const Tensor& given) {
+    return given.scalar_type() == ScalarType::Float || given.scalar_type() == ScalarType::BFloat16;
+  };
+  STD_TORCH_CHECK(is_known(x) && is_known(k) && k.scalar_type() == v.scalar_type(),
+                  "decode_blocks: x, k and v must be float32 or bfloat16, k and v alike");
   Shape shape{};
+  shape.has_bf16_cache = k.scalar_type() == ScalarType::BFloat16;
   shape.hidden = x.size(1), shape.inner = inner, shape.sublayers = sublayers;
   check_sizes({shape.hidden, inner});
   STD_TORCH_CHECK(shape.hidden > 0, "decode_blocks: x has no columns");

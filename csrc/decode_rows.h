@@ -156,7 +156,7 @@ REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float sink,
 }
 
 // Normalises and rotates a row's queries and keys and writes its keys and values to a slot of the cache.
-template <typename scalar_t>
+template <typename cache_t, typename scalar_t>
 REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, int64_t slot, int64_t position,
                               float* qkv) {
   const int64_t dim = shape.dim;
@@ -174,8 +174,8 @@ REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, 
     for (int64_t c = 0; c < shape.n_q * dim; c += kLanes) store(qkv + c, load(qkv + c) * scale);
   }
   for (int64_t h = 0; h < shape.n_kv; ++h) {
-    convert(layer.keys + shape.place(slot, h, position), k + h * dim, dim);
-    convert(layer.values + shape.place(slot, h, position), v + h * dim, dim);
+    convert(cached<cache_t>(layer.keys, shape.place(slot, h, position)), k + h * dim, dim);
+    convert(cached<cache_t>(layer.values, shape.place(slot, h, position)), v + h * dim, dim);
   }
 }
 
@@ -189,7 +189,7 @@ REALHF_INLINE void weighted_sum(int64_t n, int64_t count, int64_t dim, const flo
 }
 
 // Attention of one key/value head of a prefix group; the shared keys are read from the holder's cache.
-template <typename scalar_t>
+template <typename cache_t, typename scalar_t>
 REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
                           int64_t head, const int64_t* positions, const int64_t* slots, const HeadBuffers& buffers) {
   const int64_t dim = shape.dim, group_size = shape.n_q / shape.n_kv, across = padded(prefix_group.longest);
@@ -201,12 +201,12 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   };
   float *const scores = buffers.scores, *const out = buffers.heads;
   if (shared > 0) {
-    scores_of(n_queries, shared, dim, buffers.queries, layer.keys + first, scores, across);
+    scores_of(n_queries, shared, dim, buffers.queries, cached<cache_t>(layer.keys, first), scores, across);
   }
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     const int64_t row = prefix_group.rows[i], from = begin(positions[row]);
     const int64_t count = positions[row] - from + 1;
-    const scalar_t* keys = layer.keys + shape.place(slot_of(slots, row), head, from);
+    const cache_t* keys = cached<cache_t>(layer.keys, shape.place(slot_of(slots, row), head, from));
     float* const of_row = scores + i * group_size * across;
     scores_of(group_size, count, dim, buffers.queries + i * group_size * dim, keys, of_row + shared, across);
     for (int64_t g = 0; g < group_size; ++g) {
@@ -214,11 +214,12 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
       buffers.sums[i * group_size + g] = softmax_row(shape, shared + count, sink, of_row + g * across);
     }
   }
-  if (shared > 0) weighted_sum(n_queries, shared, dim, scores, across, layer.values + first, false, out);
+  if (shared > 0) weighted_sum(n_queries, shared, dim, scores, across, cached<cache_t>(layer.values, first), false, out);
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     const int64_t row = prefix_group.rows[i], from = begin(positions[row]);
     weighted_sum(group_size, positions[row] - from + 1, dim, scores + i * group_size * across + shared, across,
-                 layer.values + shape.place(slot_of(slots, row), head, from), shared > 0, out + i * group_size * dim);
+                 cached<cache_t>(layer.values, shape.place(slot_of(slots, row), head, from)), shared > 0,
+                 out + i * group_size * dim);
   }
   for (int64_t q = 0; q < n_queries; ++q) {
     const float scale = 1.0f / buffers.sums[q];
@@ -227,7 +228,7 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
 }
 
 // One key/value head of a prefix group. The buffers start at row `from`.
-template <typename scalar_t>
+template <typename cache_t, typename scalar_t>
 REALHF_INLINE void attend_head(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
                                int64_t head, int64_t from, const int64_t* positions, const int64_t* slots,
                                const Buffers& buffers, const HeadBuffers& own) {
@@ -236,7 +237,7 @@ REALHF_INLINE void attend_head(const Shape& shape, const Layer<scalar_t>& layer,
     convert(own.queries + i * of_group, buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group,
             of_group);
   }
-  attend(shape, layer, prefix_group, head, positions, slots, own);
+  attend<cache_t>(shape, layer, prefix_group, head, positions, slots, own);
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     float* const to = buffers.mixed + (prefix_group.rows[i] - from) * shape.n_q * shape.dim + head * of_group;
     convert(to, own.heads + i * of_group, of_group);
@@ -253,12 +254,12 @@ struct AttentionCall {
   const Buffers& buffers;
 };
 
-template <typename scalar_t>
+template <typename cache_t, typename scalar_t>
 REALHF_NOINLINE void attend_part(void* given, int64_t part) {
   const auto& call = *static_cast<const AttentionCall<scalar_t>*>(given);
   const int64_t n_kv = call.shape.n_kv;
   for (int64_t i = part; i < call.buffers.n_groups * n_kv; i += call.buffers.team.n_threads) {
-    attend_head(call.shape, call.layer, call.buffers.groups[i / n_kv], i % n_kv, call.from, call.positions, call.slots,
+    attend_head<cache_t>(call.shape, call.layer, call.buffers.groups[i / n_kv], i % n_kv, call.from, call.positions, call.slots,
                 call.buffers, call.buffers.own[part]);
   }
 }
@@ -299,17 +300,28 @@ REALHF_INLINE void normalise_input(const Shape& shape, const Norm<scalar_t>& nor
   convert(buffers.inner, buffers.x, rows * shape.hidden);
 }
 
+// Stores the keys and values of all rows before their attention.
+template <typename cache_t, typename scalar_t>
+REALHF_INLINE void attend_rows(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
+                               const int64_t* positions, const int64_t* slots, Buffers& buffers) {
+  for (int64_t r = 0; r < rows; ++r) {
+    append_row<cache_t>(shape, layer, slot_of(slots, first + r), positions[first + r],
+                        buffers.projected + r * shape.of_qkv());
+  }
+  AttentionCall<scalar_t> call{shape, layer, first, positions, slots, buffers};
+  buffers.team.run(buffers.team.n_threads, attend_part<cache_t, scalar_t>, &call);
+}
+
 template <typename scalar_t>
 REALHF_INLINE void run_attention(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
                                  const int64_t* positions, const int64_t* slots, Buffers& buffers) {
-  const int64_t of_qkv = shape.of_qkv();
   normalise_input(shape, layer.norm, rows, buffers);
-  linear(buffers.team, layer.qkv, rows, buffers.inner, false, buffers.projected, of_qkv);
-  for (int64_t r = 0; r < rows; ++r) {
-    append_row(shape, layer, slot_of(slots, first + r), positions[first + r], buffers.projected + r * of_qkv);
+  linear(buffers.team, layer.qkv, rows, buffers.inner, false, buffers.projected, shape.of_qkv());
+  if (shape.has_bf16_cache) {
+    attend_rows<BFloat16>(shape, layer, first, rows, positions, slots, buffers);
+  } else {
+    attend_rows<float>(shape, layer, first, rows, positions, slots, buffers);
   }
-  AttentionCall<scalar_t> call{shape, layer, first, positions, slots, buffers};
-  buffers.team.run(buffers.team.n_threads, attend_part<scalar_t>, &call);
   if (shape.has_gates) apply_gates(shape, rows, buffers);
 }
 

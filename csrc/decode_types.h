@@ -32,7 +32,7 @@ struct Shape {
   int64_t hidden, n_q, n_kv, dim, inner, max_len, growth_period;
   Activation activation;
   Sublayers sublayers;
-  bool gated, parallel, layer_norms, has_gates, norms_projections;
+  bool gated, parallel, layer_norms, has_gates, norms_projections, has_bf16_cache;
   float eps, residual_scale, scale, softcap, query_growth;
   Routing routing;
 
@@ -64,7 +64,7 @@ struct Layer {
   const scalar_t* sinks;
   bool is_routed;
   Router<scalar_t> router;
-  scalar_t *keys, *values;  // [rows, n_kv, max_len, dim]
+  char *keys, *values;  // [rows, n_kv, max_len, dim] of the cache's type
   int64_t window;
   int64_t* chosen;  // [S, top_k], or null
   Rope rope;
@@ -79,6 +79,12 @@ struct Stage {
   const int64_t *positions, *prefixes, *slots;
   scalar_t* result;
 };
+
+// The keys or values of a layer from `place` on.
+template <typename cache_t>
+__attribute__((always_inline)) inline cache_t* cached(char* store, int64_t place) {
+  return reinterpret_cast<cache_t*>(store) + place;
+}
 
 // The cache row of a row; `slots` may be null.
 __attribute__((always_inline)) inline int64_t slot_of(const int64_t* slots, int64_t row) { return slots ? slots[row] : row; }

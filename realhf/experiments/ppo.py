@@ -9,7 +9,7 @@ from realhf.algorithms.distillation.options import PLACEHOLDER, Distillation, te
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
-from realhf.api.config.choices import Backend, WeightType
+from realhf.api.config.choices import Backend
 from realhf.api.config.option import FINITE, FRACTION
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.curriculum import CurriculumRules
@@ -170,7 +170,7 @@ class PPOExperiment(Experiment):
         """Return the calls on held-out prompts: ``eval_gen`` first, ``eval_rew`` last."""
         if not self.dataset.holds_out:
             return []
-        sampling = replace(self.ppo.gen, weight_dtype=WeightType.auto, **vars(self.evaluation))
+        sampling = replace(self.ppo.gen.without_rounding(), **vars(self.evaluation))
         gen = self.eval_rollout_mfc(sampling)
         rewards = self.without_selection().reward_mfcs()
         return [gen, *(replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in rewards)]

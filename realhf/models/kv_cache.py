@@ -20,6 +20,7 @@ class KVCache:
     kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
     attention that reads only the used length. ``experts``: those of the cached tokens, if they are recorded.
     ``latent``: keys are also the values. ``delta``: the states of blocks without keys, behind all tokens of a slot.
+    ``dtype``: that of ``both``, which may be smaller than that of ``like``, the model's (None).
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class KVCache:
         experts: ExpertCache | None = None,
         latent: bool = False,
         delta: DeltaCache | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.experts, self.delta = experts, delta
         new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
-        self.both = new((1 if latent else 2, n_layers, n_slots, *inner, head_dim))
+        self.both = new((1 if latent else 2, n_layers, n_slots, *inner, head_dim), dtype=dtype)
         self.k, self.v = self.both[0], self.both[-1]
         self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
         self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)
@@ -66,7 +68,9 @@ class KVCache:
     def write(self, layer: int, indices: Tensor, *new_ones: Tensor) -> None:
         """Store new keys and values, ``[T, K, head_dim]`` each, of one layer; a cache of latents has no values."""
         for store, new in zip(self.both, new_ones, strict=True):
-            store[layer].view(-1, self._width).index_copy_(0, indices, new.detach().reshape(-1, self._width))
+            store[layer].view(-1, self._width).index_copy_(
+                0, indices, new.detach().to(store.dtype).reshape(-1, self._width)
+            )
 
     def first(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the first keys and values of a slot, ``[K, count, head_dim]`` each, as views."""

@@ -123,7 +123,7 @@ class Transformer:
         sequence = self.sequence_parallel and torch.is_grad_enabled()
         return TensorParallelRegion(self.tp, n_tokens, sequence, self.tp_overlap)
 
-    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
+    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False, bf16: bool = False) -> KVCache:
         assert len(self.chunks) == 1, "calls that generate have one chunk of layers per stage"
         is_latent = self.config.latent is not None
         heads = (1, self.config.cache_numel) if is_latent else (self.n_kv, self.config.head_dim)
@@ -134,7 +134,8 @@ class Transformer:
         fused = self.weights.fused
         zeroed = not by_token and (fused is None or not fused.computes_attention)
         delta = new_delta_cache(self.config, self.base, self.layers, n_slots)
-        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta)
+        dtype = torch.bfloat16 if bf16 else None
+        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta, dtype)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""

@@ -16,12 +16,14 @@ def runs(
     realhf_all: Callable[..., dict[str, Run]], ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
     variants = {dtype: [f"ppo.gen.weight_dtype={dtype}"] for dtype in ("auto", "bfloat16", "int8")}
+    variants["cache"] = ["ppo.gen.kv_cache_dtype=bfloat16"]
     return realhf_all("grpo", tmp_path_factory.mktemp("types"), variants, [*ppo_words, *CORRECTED])
 
 
 def test_the_difference_of_log_probabilities_is_that_of_the_type(runs: dict[str, Run]) -> None:
     auto, bf16, int8 = (runs[name].curve[0]["actor_train/logprob_diff"] for name in ("auto", "bfloat16", "int8"))
     assert auto < 1e-5 < bf16 < int8 < 0.05
+    assert auto < runs["cache"].curve[0]["actor_train/logprob_diff"] < int8
     for run in runs.values():
         assert run.curve[1]["actor_train/is_weight"] == pytest.approx(1.0, abs=0.05)
         assert run.curve[1]["actor_train/grad_norm"] > 0
@@ -30,13 +32,13 @@ def test_the_difference_of_log_probabilities_is_that_of_the_type(runs: dict[str,
 def test_without_correction_there_is_a_warning(ppo_words: list[str], tmp_path: Path) -> None:
     words = [*ppo_words, "ppo.gen.weight_dtype=int8", "exp_ctrl.total_train_steps=1"]
     run = start("grpo", tmp_path, words).finish()
-    assert run.code == 0 and "ppo.gen.weight_dtype=int8 without importance weights" in run.output, run.output
+    assert run.code == 0 and "the model that samples is not the one that is trained" in run.output, run.output
 
 
 @pytest.mark.parametrize(
     "options, problem",
     [
-        (["actor_gen.backend=vllm"], "gen.weight_dtype=int8 needs backend=native"),
+        (["actor_gen.backend=vllm"], "gen.weight_dtype and gen.kv_cache_dtype need backend=native"),
         (["ppo.gen.weight_dtype=int4"], "int4"),
     ],
 )

@@ -1,17 +1,34 @@
 """Decoding with matrices of bfloat16 and int8 is decoding with the rounded weights, bit for bit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from realhf.api.config.choices import WeightType
+from realhf.api.batch_meta import PROMPT, RowId
+from realhf.api.config import GenerationConfig
+from realhf.api.config.choices import CacheType, WeightType
+from realhf.data.batch import Column, SequenceBatch
 from realhf.models.fused.fused_blocks import FusedBlocks
 from realhf.models.fused.sublayer_weights import KernelWeight, SublayerWeights
 from realhf.models.fused.tiles import TILE_N, pack_tiles
+from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
-from tests.models.test_fused_decode import CONFIGS, PARTLY_FUSED, decoded, distance, model_of, pytestmark  # noqa: F401
+from tests.models.engine.tiny_engine import engine_on
+from tests.models.test_fused_decode import (
+    CACHED,
+    CONFIGS,
+    N_SLOTS,
+    PARTLY_FUSED,
+    decoded,
+    distance,
+    filled,
+    model_of,
+    pytestmark,  # noqa: F401
+    without_kernel,
+)
 from tests.scaling import subset
 
 TYPES = [WeightType.bfloat16, WeightType.int8]
@@ -115,3 +132,44 @@ def test_a_model_without_kernels_is_refused() -> None:
     assert model.weights.fused is None
     with pytest.raises(ValueError, match="gen.weight_dtype=int8: the CPU kernel of decoding"), model.decoding(TYPES[1]):
         pass
+
+
+def decoded_in_bfloat16(model: Transformer) -> tuple[Tensor, KVCache]:
+    """Decode as ``decoded`` does, with the same cache in bfloat16."""
+    cache = model.new_cache(N_SLOTS, 96, bf16=True)
+    cache.both.copy_(filled(model).both)
+    with torch.no_grad():
+        for step in range(3):
+            hidden = model.decode(torch.arange(len(CACHED)) % model.config.vocab, torch.tensor(CACHED) + step, cache)
+    return hidden, cache
+
+
+@pytest.mark.parametrize("name", subset(list(CONFIGS | PARTLY_FUSED), 12))
+def test_a_cache_in_bfloat16(name: str) -> None:
+    """The kernel and operations read the same rounded keys and values."""
+    model = model_of((CONFIGS | PARTLY_FUSED)[name])
+    found, cache = decoded_in_bfloat16(model)
+    other, again = decoded_in_bfloat16(without_kernel(model))
+    exact, plain = decoded(model)
+    assert cache.both.dtype == torch.bfloat16 and cache.bytes_per_token * 2 == plain.bytes_per_token
+    assert distance(found, other) < 0.003 and distance(cache.both, again.both) < 0.003
+    assert 1e-5 < distance(found, exact) < 0.02
+
+
+def test_the_cache_of_a_generation_is_bfloat16(actor_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are written to it, shared, and read again; log-probabilities of first tokens are those of the prefill."""
+    engine, made, new_cache = engine_on(actor_folder, trained=False), list[KVCache](), Transformer.new_cache
+    monkeypatch.setattr(
+        Transformer, "new_cache", lambda *given, **options: made.append(new_cache(*given, **options)) or made[-1]
+    )
+    rows = [torch.arange(3, 9 + i) for i in range(5)]
+    prompts = SequenceBatch(tuple(RowId(i, PROMPT) for i in range(5)), {"prompts": Column.of(rows)})
+    options = GenerationConfig(max_new_tokens=12, max_num_seqs=4, greedy=True)
+    exact = engine.generate(prompts, options, 3, 7)
+    rounded = engine.generate(prompts, replace(options, kv_cache_dtype=CacheType.bfloat16), 3, 7)
+    assert [cache.both.dtype for cache in made] == [torch.float32, torch.bfloat16]
+    assert not torch.equal(exact["logprobs"], rounded["logprobs"])
+    firsts = [
+        [row[row != 0][0] for row in found["logprobs"].split(found.lengths("tokens"))] for found in (exact, rounded)
+    ]
+    assert torch.equal(torch.stack(firsts[0]), torch.stack(firsts[1]))

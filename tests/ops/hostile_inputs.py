@@ -185,8 +185,9 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
             weights += _mlp_weights(matrix, maybe, hidden, inner, 1 + gated, routing if is_routed else [])
     if sublayers == 0:
         weights += [maybe(hidden), maybe(hidden)]
-    k = make(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim)
-    v = make(*k.shape)
+    cache_type = inputs.pick(torch.float32, torch.bfloat16)
+    k = inputs.floats(layers, rows + inputs.pick(0, 1), kv_heads, max_len, dim, dtype=cache_type)
+    v = inputs.floats(*k.shape, dtype=cache_type)
     positions = inputs.ints(rows, 0, max_len)
     shared = [inputs.random.randrange(p + 1) for p in positions.tolist()]
     prefixes = torch.tensor([[i // 2 for i in range(rows)], shared, list(range(rows))], dtype=torch.int64)

@@ -27,6 +27,13 @@ class WeightType(Enum):
     int8 = "int8"
 
 
+class CacheType(Enum):
+    """The type of cached keys and values."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+
+
 class Quantization(Enum):
     """The type of a frozen base's matrices."""
 

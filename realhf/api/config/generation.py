@@ -1,8 +1,8 @@
 """Options of sampling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from realhf.api.config.choices import WeightType
+from realhf.api.config.choices import CacheType, WeightType
 from realhf.api.config.option import COUNT, NATURAL, NON_NEGATIVE, PROBABILITY, opt
 
 
@@ -26,7 +26,23 @@ class GenerationConfig:
         "on CPUs, the type of attention and MLP matrices in decoding: bfloat16, int8 with a scale per output, or auto, "
         "that of the model; log-probs are those of the model that samples: set ppo.recompute_logprobs=True",
     )
+    kv_cache_dtype: CacheType = opt(
+        CacheType.auto,
+        "on CPUs, the type of cached keys and values: bfloat16, or auto, that of the model; see weight_dtype",
+    )
     max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)", COUNT)
+
+    @property
+    def has_bf16_cache(self) -> bool:
+        return self.kv_cache_dtype is CacheType.bfloat16
+
+    @property
+    def is_rounded(self) -> bool:
+        """The model that samples is another one than the trained one, by an option of its types."""
+        return self.weight_dtype is not WeightType.auto or self.has_bf16_cache
+
+    def without_rounding(self) -> "GenerationConfig":
+        return replace(self, weight_dtype=WeightType.auto, kv_cache_dtype=CacheType.auto)
 
 
 @dataclass

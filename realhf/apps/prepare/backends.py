@@ -46,8 +46,8 @@ def vllm_problems(
                         "returns no log-probs before truncation at another temperature")  # fmt: skip
     if sampling and sampling.prompt_lookup_num_tokens:
         problems.append("gen.prompt_lookup_num_tokens needs backend=native")
-    if sampling and sampling.weight_dtype is not WeightType.auto:
-        problems.append(f"gen.weight_dtype={sampling.weight_dtype.value} needs backend=native")
+    if sampling and sampling.is_rounded:
+        problems.append("gen.weight_dtype and gen.kv_cache_dtype need backend=native")
     if error := _import_error(python):
         problems.append(f"backend=vllm: {python} cannot import vllm ({error}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm creates one)")  # fmt: skip
@@ -116,13 +116,14 @@ def weight_type_problems(
     roles: Mapping[str, RoleSpec],
     device: str | None,
 ) -> list[str]:
-    """Return reasons why no decoding step of a model reads matrices of ``gen.weight_dtype``."""
-    if sampling is None or sampling.weight_dtype is WeightType.auto:
+    """Return reasons why no decoding step of a model reads weights or a cache of the types of the options."""
+    if sampling is None or not sampling.is_rounded:
         return []
-    option = f"gen.weight_dtype={sampling.weight_dtype.value}"
     if device == Device.cuda.value:
-        return [f"{option} is for CPUs; on GPUs set {option.partition('=')[0]}=auto"]
-    problems = []
+        return ["gen.weight_dtype and gen.kv_cache_dtype are for CPUs; on GPUs set both to auto"]
+    if sampling.weight_dtype is WeightType.auto:
+        return []
+    option, problems = f"gen.weight_dtype={sampling.weight_dtype.value}", []
     for role in sorted({mfc.role or "" for mfc in graph.mfcs if mfc.kind is Kind.GENERATE} & {*models}):
         lora = models[role].lora
         if not fuses_some(models[role]):

@@ -20,7 +20,6 @@ from realhf.api.config import (
     LLMJudgeConfig,
     RewardConfig,
 )
-from realhf.api.config.choices import WeightType
 from realhf.environments.loading import check_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.rewards.group.presets import GROUP_PRESETS, asks_model, check_group_fn, compares
@@ -230,8 +229,8 @@ def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
         (uncorrected and not has_ratio,
          "max_staleness with ppo.policy_loss=reinforce: no correction for responses of an older policy; "
          "set ppo.recompute_logprobs=True"),
-        (ppo.gen.weight_dtype is not WeightType.auto and not is_weighted,
-         f"ppo.gen.weight_dtype={ppo.gen.weight_dtype.value} without importance weights: the model that samples is not "
-         "the one that is trained; set ppo.recompute_logprobs=True ppo.importance=tis"),
+        (ppo.gen.is_rounded and not is_weighted,
+         "ppo.gen.weight_dtype or ppo.gen.kv_cache_dtype without importance weights: the model that samples is not the "
+         "one that is trained; set ppo.recompute_logprobs=True ppo.importance=tis"),
     ]  # fmt: skip
     return [line for applies, line in checks if applies]

@@ -157,15 +157,15 @@ class DecodePass:
 
     def _attend(self, block: int, q: Tensor) -> Tensor:
         rule, place = self._stage.rules[block], self._stage.places[block]
-        keys, values = self._cache.k[place, : self._count], self._cache.v[place, : self._count]
-        return decode_attention(q, keys, values, self._bias(rule.window), rule, self._stage.sinks(block))
+        keys, values = (store[place, : self._count].to(q.dtype) for store in (self._cache.k, self._cache.v))
+        return decode_attention(q, keys, values, self._bias(rule.window, q.dtype), rule, self._stage.sinks(block))
 
-    def _bias(self, window: int) -> Tensor:
+    def _bias(self, window: int, dtype: torch.dtype) -> Tensor:
         """Return the ``decode_bias`` that blocks with this window share."""
         if window not in self._biases:
             n_kv = 1 if self._stage.config.latent else self._stage.n_kv
             bias = decode_bias(self._positions, self._longest, n_kv, window)
-            self._biases[window] = bias.to(self._cache.k.dtype)
+            self._biases[window] = bias.to(dtype)
         return self._biases[window]
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:
@@ -200,6 +200,7 @@ class ExtendPass:
 
     def _attend(self, block: int, q: Tensor) -> Tensor:
         keys, values = self.cache.first(self.stage.places[block], self.slot, self.stop)
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
         return attend_to_prefix(q, keys, values, self.stage.rules[block], self.stage.sinks(block))
 
     def of_latents(self, block: int, q: Tensor, latents: Tensor) -> Tensor:

@@ -277,6 +277,7 @@ class MemoryModel:
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_first_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
+        size = 2 if self.sampling.has_bf16_cache else size
         cache = max(shard.kv_numel * longest * size + shard.slot_bytes for shard in shards)
         n_cached = slots + min(self.max_episodes, max_rows)
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)

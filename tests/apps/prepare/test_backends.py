@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from realhf.api.config import GenerationConfig, LoraOptions, ModelSpec
-from realhf.api.config.choices import Quantization, WeightType
+from realhf.api.config.choices import CacheType, Quantization, WeightType
 from realhf.api.config.preference import EnsembleConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.model_config import GatedDelta, Lora, ModelConfig
@@ -75,5 +75,8 @@ def test_types_that_no_decoding_step_reads(dtype: WeightType) -> None:
     (problem,) = weight_type_problems(sampling, graph, {"actor": odd}, roles, "cpu")
     assert problem.startswith(f"{option}: the kernel of decoding computes no attention and no MLP of actor")
     (problem,) = weight_type_problems(sampling, graph, {"actor": llama}, roles, "cuda")
-    assert problem.startswith(f"{option} is for CPUs")
+    assert problem.endswith("are for CPUs; on GPUs set both to auto")
+    cache = GenerationConfig(kv_cache_dtype=CacheType.bfloat16)
+    assert weight_type_problems(cache, graph, {"actor": odd}, roles, "cpu") == []
+    assert weight_type_problems(cache, graph, {"actor": odd}, roles, "cuda") == [problem]
     assert weight_type_problems(GenerationConfig(), graph, {"actor": odd}, roles, "cuda") == []

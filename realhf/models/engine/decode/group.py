@@ -1,7 +1,7 @@
 """A group of rows in generation on one stage: its slots, their cache and the computation of a turn."""
 
 from collections import deque
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -50,8 +50,8 @@ class DecodeGroup:
         self._decoder: DeviceDecoder | None = None
         if decodes_on_device(model):
             self._decoder = self._kept.take(model, n_slots, request.max_row_len, request.records_experts)
-        new_cache = partial(model.new_cache, n_slots, request.max_row_len, request.records_experts)
-        self.cache = self._decoder.cache if self._decoder else new_cache()
+        sizes, bf16 = (n_slots, request.max_row_len, request.records_experts), request.config.has_bf16_cache
+        self.cache = self._decoder.cache if self._decoder else model.new_cache(*sizes, bf16)
         copies_prefixes = not model.config.delta_layers  # of the model: all stages have the same plan
         self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes(), copies_prefixes)
         self._lookup = self._new_lookup()

@@ -53,7 +53,9 @@ class DecodeSession:
         # steps on the device go on for ended rows, whose states would change
         if decodes_on_device(self.model) and not self.model.config.delta_layers:
             self._decoder = DeviceDecoder(self.model, *sizes)
-        self.cache = self._decoder.cache if self._decoder else self.model.new_cache(*sizes)
+        self.cache = (
+            self._decoder.cache if self._decoder else self.model.new_cache(*sizes, bf16=options.config.has_bf16_cache)
+        )
         self.stop_tokens = on_device(torch.tensor(options.stop_ids, dtype=torch.int64), self.device)
 
     def step(self, inputs: Sequence[TurnInput], closed: Sequence[tuple[int, int]]) -> list[TurnOutput]:
