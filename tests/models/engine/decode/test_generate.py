@@ -78,9 +78,9 @@ class CountingTransformer(Transformer):
 
     n_slots = 0
 
-    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False) -> KVCache:
+    def new_cache(self, n_slots: int, max_len: int, records_experts: bool = False, bf16: bool = False) -> KVCache:
         self.n_slots += n_slots
-        return super().new_cache(n_slots, max_len, records_experts)
+        return super().new_cache(n_slots, max_len, records_experts, bf16)
 
 
 @pytest.mark.parametrize(("planned", "slots"), [(0, 8), (3, 3), (20, 8)])
