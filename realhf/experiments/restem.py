@@ -92,7 +92,7 @@ class RestEMExperiment(MultiStageExperiment):
     def fit(self, name: str, data: Path, n_kept: int) -> Stage:
         batch = min(self.fit_batch, n_kept)
         rows = replace(self.dataset, path=str(data), columns={}, train_bs_n_seqs=batch, prompt_template="{prompt}")
-        model = replace(self.model, lora=replace(self.model.lora, merge_on_save=True))
+        model = replace(self.model, lora=replace(self.model.lora, merge_on_save=self.model.lora.rank > 0))
         config = self.inherit(SFTExperiment, model=model, dataset=rows, save_roles=[],
                               exp_ctrl=self.control(self.epochs))  # fmt: skip
         return Stage(name, "sft", config)

@@ -10,6 +10,8 @@ from realhf.ops import extension
 
 TILE_N = WIDTH
 """Output rows per tile of a weight, ``[in, TILE_N]``."""
+SMALLEST = 1.1754943508222875e-38
+"""The smallest normal float32: scales of integers are at least this in divisions."""
 
 
 def pack_tiles(weight: Tensor, dtype: WeightType = WeightType.auto) -> Tensor:
@@ -23,7 +25,7 @@ def pack_tiles(weight: Tensor, dtype: WeightType = WeightType.auto) -> Tensor:
     if dtype is WeightType.int8:
         values = tiles.float()
         scales = values.abs().amax(1) / 127
-        numbers = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+        numbers = (values / scales.clamp(min=SMALLEST)[:, None]).round_().to(torch.int8)
         words = numbers.unflatten(1, (-1, 4)).transpose(2, 3)
         return torch.cat((scales.view(torch.int8), words.flatten(1)), 1)
     if dtype is WeightType.bfloat16:
