@@ -122,11 +122,12 @@ class Experiment(ExperimentConfig):
         """Return reasons why the roles' models do not fit the options."""
         return []
 
-    def row_problems(self, fields: Mapping[str, Any], vocab: int) -> list[str]:
-        """Return reasons why the first row of the data, with these fields, or the tokenizer does not fit the options.
+    def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return reasons why the first row of the data, with these fields, does not fit the options."""
+        return []
 
-        The tokenizer has ``vocab`` tokens.
-        """
+    def tokenizer_problems(self, n_tokens: int) -> list[str]:
+        """Return reasons why a tokenizer of so many tokens does not fit the options."""
         return []
 
 

@@ -282,9 +282,13 @@ class PPOExperiment(Experiment):
              "ppo.router_replay=True needs a model with routed experts; those of actor.path are dense"),
         ])  # fmt: skip
 
-    def row_problems(self, fields: Mapping[str, Any], vocab: int) -> list[str]:
-        distill, template = self.ppo.distill, self.ppo.distill.prompt
-        problems = template_problems(template, fields) if template.count(PLACEHOLDER) == 1 else []
-        if distill.objective is Distillation.forward_kl and distill.top_k > vocab:
-            problems.append(f"ppo.distill.top_k={distill.top_k} is larger than the tokenizer's {vocab} tokens")
-        return problems
+    def row_problems(self, fields: Mapping[str, Any]) -> list[str]:
+        template = self.ppo.distill.prompt
+        return template_problems(template, fields) if template.count(PLACEHOLDER) == 1 else []
+
+    def tokenizer_problems(self, n_tokens: int) -> list[str]:
+        distill = self.ppo.distill
+        is_valid = distill.objective is not Distillation.forward_kl or distill.top_k <= n_tokens
+        return unmet([
+            (is_valid, f"ppo.distill.top_k={distill.top_k} is larger than the tokenizer's {n_tokens} tokens"),
+        ])  # fmt: skip

@@ -20,7 +20,7 @@ class KVCache:
     kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
     attention that reads only the used length. ``experts``: those of the cached tokens, if they are recorded.
     ``latent``: keys are also the values. ``delta``: the states of blocks without keys, behind all tokens of a slot.
-    ``dtype``: that of ``both``, which may be smaller than that of ``like``, the model's (None).
+    ``bf16``: keys and values are bfloat16 for a model of any type, else they have the type of ``like``.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class KVCache:
         experts: ExpertCache | None = None,
         latent: bool = False,
         delta: DeltaCache | None = None,
-        dtype: torch.dtype | None = None,
+        bf16: bool = False,
     ) -> None:
         self.experts, self.delta = experts, delta
         new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
-        self.both = new((1 if latent else 2, n_layers, n_slots, *inner, head_dim), dtype=dtype)
+        self.both = new(
+            (1 if latent else 2, n_layers, n_slots, *inner, head_dim), dtype=torch.bfloat16 if bf16 else like.dtype
+        )
         self.k, self.v = self.both[0], self.both[-1]
         self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
         self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)

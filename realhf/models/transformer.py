@@ -134,8 +134,7 @@ class Transformer:
         fused = self.weights.fused
         zeroed = not by_token and (fused is None or not fused.computes_attention)
         delta = new_delta_cache(self.config, self.base, self.layers, n_slots)
-        dtype = torch.bfloat16 if bf16 else None
-        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta, dtype)
+        return KVCache(*sizes, self.base.data, zeroed, by_token, experts, is_latent, delta, bf16)
 
     def _cache_kernel(self) -> VarlenKernel | None:
         """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""

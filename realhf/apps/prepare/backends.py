@@ -109,7 +109,7 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
     return problems
 
 
-def weight_type_problems(
+def decoding_type_problems(
     sampling: GenerationConfig | None,
     graph: Graph,
     models: Mapping[str, ModelConfig],

@@ -20,11 +20,11 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import (
+    decoding_type_problems,
     quantization_problems,
     resolve_dtypes,
     trainer_problems,
     vllm_problems,
-    weight_type_problems,
 )
 from realhf.apps.prepare.cadence import cadence_problems, checkpoint_plan
 from realhf.apps.prepare.curriculum import curriculum_problems, empty_sources
@@ -151,7 +151,7 @@ def _check(
     if graph:
         findings.invalid += role_problems(graph, experiment) + curriculum_problems(experiment, graph)
         findings.invalid += trainer_problems(graph, roles, device, launching)
-        findings.invalid += weight_type_problems(experiment.sampling_options(), graph, known, roles, device)
+        findings.invalid += decoding_type_problems(experiment.sampling_options(), graph, known, roles, device)
         findings.invalid += evaluation_problems(graph, experiment)
         findings.invalid += push_problems(experiment, graph) + quantization_problems(roles) if launching else []
     if plan and graph and launching:
@@ -205,9 +205,10 @@ def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[E
     if tokenizer_dir(roles) not in broken:
         tokenizer = findings.attempt(lambda: check_tokenizer(roles, models))
         if tokenizer is not None:
+            findings.invalid += experiment.tokenizer_problems(len(tokenizer))
             rows = findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
             if rows is not None and len(fields := rows[0][0].fields):
-                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()), len(tokenizer))
+                findings.infeasible += experiment.row_problems(json.loads(fields.tobytes()))
             return rows
     for path in experiment.dataset.sources:
         findings.attempt(partial(read_rows, replace(experiment.dataset, path=path), experiment.task))

@@ -102,7 +102,7 @@ def test_more_candidates_than_tokens_are_refused() -> None:
     experiment = PPOExperiment()
     experiment.ppo.distill = config.distill
     problem = "ppo.distill.top_k=7 is larger than the tokenizer's 6 tokens"
-    assert experiment.row_problems({}, 6) == [problem] and experiment.row_problems({}, 7) == []
+    assert experiment.tokenizer_problems(6) == [problem] and experiment.tokenizer_problems(7) == []
 
 
 @pytest.mark.parametrize(

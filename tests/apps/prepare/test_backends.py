@@ -10,7 +10,7 @@ from realhf.api.config.choices import CacheType, Quantization, WeightType
 from realhf.api.config.preference import EnsembleConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.model_config import GatedDelta, Lora, ModelConfig
-from realhf.apps.prepare.backends import quantization_problems, resolve_dtypes, unserved_reason, weight_type_problems
+from realhf.apps.prepare.backends import decoding_type_problems, quantization_problems, resolve_dtypes, unserved_reason
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 
@@ -68,15 +68,15 @@ def test_types_that_no_decoding_step_reads(dtype: WeightType) -> None:
     odd = replace(llama, hidden=24, head_dim=12, intermediate=50)
     option = f"gen.weight_dtype={dtype.value}"
     roles = {"actor": RoleSpec(ModelSpec(bf16=True))}
-    assert weight_type_problems(sampling, graph, {"actor": llama, "critic": odd}, roles, "cpu") == []
+    assert decoding_type_problems(sampling, graph, {"actor": llama, "critic": odd}, roles, "cpu") == []
     for lora, reason in ((Lora(4), "adapters of a base in bfloat16"), (Lora(4, bits=8), "is quantized already")):
-        (problem,) = weight_type_problems(sampling, graph, {"actor": replace(llama, lora=lora)}, roles, "cpu")
+        (problem,) = decoding_type_problems(sampling, graph, {"actor": replace(llama, lora=lora)}, roles, "cpu")
         assert reason in problem
-    (problem,) = weight_type_problems(sampling, graph, {"actor": odd}, roles, "cpu")
+    (problem,) = decoding_type_problems(sampling, graph, {"actor": odd}, roles, "cpu")
     assert problem.startswith(f"{option}: the kernel of decoding computes no attention and no MLP of actor")
-    (problem,) = weight_type_problems(sampling, graph, {"actor": llama}, roles, "cuda")
+    (problem,) = decoding_type_problems(sampling, graph, {"actor": llama}, roles, "cuda")
     assert problem.endswith("are for CPUs; on GPUs set both to auto")
     cache = GenerationConfig(kv_cache_dtype=CacheType.bfloat16)
-    assert weight_type_problems(cache, graph, {"actor": odd}, roles, "cpu") == []
-    assert weight_type_problems(cache, graph, {"actor": odd}, roles, "cuda") == [problem]
-    assert weight_type_problems(GenerationConfig(), graph, {"actor": odd}, roles, "cuda") == []
+    assert decoding_type_problems(cache, graph, {"actor": odd}, roles, "cpu") == []
+    assert decoding_type_problems(cache, graph, {"actor": odd}, roles, "cuda") == [problem]
+    assert decoding_type_problems(GenerationConfig(), graph, {"actor": odd}, roles, "cuda") == []
