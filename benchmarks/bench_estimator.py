@@ -7,9 +7,10 @@ plans of one to four workers. Responses have a fixed length, so that the work is
 time is the median over steps without the first. Prints one line per plan and a summary.
 
 A quiet machine is required. To detect disturbances, a loop in Python is timed on each core twice a second, in processor
-time, which grows if other virtual machines share the host's cores. A run is disturbed if the loop's time differs by
-more than ``DISTURBED`` from that during the profile. ``--again`` repeats disturbed plans within a time limit; the last
-run of each counts. A second summary covers the undisturbed runs only.
+time, which grows if other virtual machines share the host's cores. Before and after the profile and every run, while
+nothing else runs here, passes over a large array are timed, which grow if they share its caches and memory. A run is
+disturbed if one of these times differs by more than ``DISTURBED`` from that of the profile. ``--again`` repeats
+disturbed plans within a time limit; the last run of each counts. A second summary covers the undisturbed runs only.
 """
 
 import argparse
@@ -21,9 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
+
+import numpy as np
 
 REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 SIZES = {"small": (128, 2), "middle": (192, 4), "large": (256, 6)}
@@ -95,19 +98,43 @@ class ClockSpeed(threading.Thread):
         return 1e3 * mean(seconds for at, seconds in self.samples if at >= start)
 
 
+def stream_ms() -> float:
+    """Return the median milliseconds of a pass over an array that the caches of a core do not hold."""
+    array, times = np.zeros(4 << 20, np.float32), []
+    for _ in range(60):
+        start = time.thread_time()
+        np.add(array, 1.0, out=array)
+        times.append(time.thread_time() - start)
+    return 1e3 * median(times)
+
+
+@dataclass(frozen=True)
+class MachineState:
+    """Mean times of the loop and of a pass over memory, in milliseconds."""
+
+    loop: float
+    memory: float
+
+    def relative_to(self, other: "MachineState") -> "MachineState":
+        return MachineState(self.loop / other.loop, self.memory / other.memory)
+
+    def __str__(self) -> str:
+        return f"loop {self.loop:.2f}, memory {self.memory:.2f}"
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Prediction and measurement of a run; ``slowdown`` is the loop's time relative to that during the profile."""
+    """Prediction and measurement of a run; ``slowdown`` is relative to the profile."""
 
     predicted_s: float
     measured_s: float
     predicted_gb: float
     measured_gb: float
-    slowdown: float
+    slowdown: MachineState
 
     @property
     def is_disturbed(self) -> bool:
-        return abs(self.slowdown - 1) > DISTURBED
+        return max(abs(self.slowdown.loop - 1), abs(self.slowdown.memory - 1)) > DISTURBED
 
     @property
     def error(self) -> float:
@@ -140,8 +167,9 @@ def prepare(folder: Path) -> None:
     call(*REALHF, "profile", f"model={models}", "n_gpus_per_node=4", "device=cpu", f"out={folder / 'profile.json'}")
 
 
-def run(case: Case, folder: Path, number: int, clock_speed: ClockSpeed, profile_ms: float) -> Comparison:
-    task, root, began = folder / case.size, folder / "runs" / str(number), time.monotonic()
+def run(case: Case, folder: Path, number: int, clock_speed: ClockSpeed, during_profile: MachineState) -> Comparison:
+    task, root = folder / case.size, folder / "runs" / str(number)
+    memory_ms, began = stream_ms(), time.monotonic()
     call(*REALHF, "quickstart", "ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "overwrite=True",
          "device=cpu",
          f"actor.config={task / 'model'}", "actor.init_from_scratch=True", f"actor.tokenizer={task / 'tokenizer'}",
@@ -159,12 +187,13 @@ def run(case: Case, folder: Path, number: int, clock_speed: ClockSpeed, profile_
     parts = {k: median(line[k] for line in lines[1:]) for k in lines[-1] if k.startswith("time/")}
     for name, seconds in expected["calls"].items():
         print(f"        {name:<14} predicted {seconds:7.3f}  measured {parts.get(f'time/{name}_s', 0.0):7.3f}")
-    slowdown = clock_speed.since(began) / profile_ms
+    state = MachineState(clock_speed.since(began), (memory_ms + stream_ms()) / 2)
+    slowdown = state.relative_to(during_profile)
     result = Comparison(expected["step_s"], steps, expected["peak_bytes"] / 1e9, peak, slowdown)
     print(
         f"{case}\n    step predicted {result.predicted_s:.3f} s, measured {result.measured_s:.3f} s "
         f"({100 * result.error:+.0f}%); peak {result.predicted_gb:.3f} GB, {result.measured_gb:.3f} GB "
-        f"({100 * result.memory_error:+.0f}%); slowdown {slowdown:.2f}{' (disturbed)' * result.is_disturbed}",
+        f"({100 * result.memory_error:+.0f}%); times of {slowdown}{' (disturbed)' * result.is_disturbed}",
         flush=True,
     )
     return result
@@ -205,17 +234,19 @@ def main() -> None:
         clock_speed, began = ClockSpeed(), time.monotonic()
         clock_speed.start()
         if not (folder / "profile.json").exists():
+            memory_ms = stream_ms()
             prepare(folder)
-            (folder / "clock_speed.json").write_text(json.dumps(clock_speed.since(began)))
-        profile_ms = json.loads((folder / "clock_speed.json").read_text())
-        print(f"the loop took {profile_ms:.1f} ms during the profile", flush=True)
-        results = {i: run(case, folder, i, clock_speed, profile_ms) for i, case in enumerate(CASES[: options.runs])}
+            state = MachineState(clock_speed.since(began), (memory_ms + stream_ms()) / 2)
+            (folder / "machine_state.json").write_text(json.dumps(asdict(state)))
+        during_profile = MachineState(**json.loads((folder / "machine_state.json").read_text()))
+        print(f"during the profile, in ms: {during_profile}", flush=True)
+        results = {i: run(case, folder, i, clock_speed, during_profile) for i, case in enumerate(CASES[: options.runs])}
         print(summary([*results.values()]), flush=True)
         end = time.monotonic() + 60 * options.again
         while time.monotonic() < end and (disturbed := [i for i, one in results.items() if one.is_disturbed]):
             for i in disturbed:
                 if time.monotonic() < end:
-                    results[i] = run(CASES[i], folder, i, clock_speed, profile_ms)
+                    results[i] = run(CASES[i], folder, i, clock_speed, during_profile)
         quiet = [one for one in results.values() if not one.is_disturbed]
         print(f"all, after repeating disturbed runs: {summary([*results.values()])}\n"
               f"undisturbed runs only: {summary(quiet) if quiet else 'none'}")  # fmt: skip

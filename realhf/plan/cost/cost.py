@@ -35,6 +35,7 @@ from realhf.plan.cost.speed import (
     itemsize,
     optimizer_bytes,
     shard_numels,
+    slowest_of,
     stage_shards,
     updated_numels,
 )
@@ -142,7 +143,10 @@ class CostModel:
                 costs = [_concurrent([self._generate(mfc, placement, d, r) for d, r in enumerate(ranks)])]
                 if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
                     costs.append(self.host_copy(mfc.role, layout))
-        return Cost(own.seconds + sum(c.seconds for c in costs), own.core_seconds + sum(c.core_seconds for c in costs))
+        # a call ends with its slowest worker; collectives of tensor parallelism were measured with their waiting
+        n_busy = max(1, sum(bool(r.ids) for r in ranks)) * layout.strategy.pp
+        seconds = slowest_of(n_busy, self.speed.jitter) * (own.seconds + sum(c.seconds for c in costs))
+        return Cost(seconds, own.core_seconds + sum(c.core_seconds for c in costs))
 
     def exchange(self, traffic: Traffic) -> Cost:
         seconds = self.speed.exchange(traffic) if traffic.n_parts else 0.0

@@ -4,6 +4,7 @@ from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from statistics import NormalDist
 from typing import NamedTuple, Protocol
 
 from realhf.api.config.choices import Recompute
@@ -271,6 +272,18 @@ class Speed(Protocol):
     @property
     def call(self) -> float:
         """Seconds from the master to a worker and back."""
+
+    @property
+    def jitter(self) -> float:
+        """Relative standard deviation of the time of equal work, on one worker after another."""
+
+
+def slowest_of(n: int, jitter: float) -> float:
+    """Return the expected longest of ``n`` normally distributed times of mean 1 and standard deviation ``jitter``.
+
+    Blom 1958, Statistical Estimates and Transformed Beta-Variables.
+    """
+    return 1.0 + jitter * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 class Footprint(Protocol):

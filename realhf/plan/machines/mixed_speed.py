@@ -108,6 +108,10 @@ class MixedSpeed:
     def call(self) -> float:
         return self.measured.call
 
+    @property
+    def jitter(self) -> float:
+        return self.measured.jitter
+
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
         part = self._measured(shard)
         ratio = _ratio(*(self.limits.forward(some, work, ALONE) for some in (shard, part)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import pi, sqrt
 from statistics import median
 
@@ -20,6 +21,7 @@ QUANTIZED_DECODING = 1.6  # of the time of a decoding step without quantization,
 FROZEN_BACKWARD = 0.5  # of the time of a backward pass without the gradients of weights, which profiles do not measure
 TYPICAL_ROWS = 128  # rows of a call if the number is unknown
 IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution in standard deviations
+JITTER_OF = ("forward", "train_forward", "train_backward", "decode")
 CLUSTER = "cluster_"  # prefix of measurements between nodes
 
 
@@ -203,6 +205,12 @@ class Profile:
         noise = [point.median_error**2 for fit in fits for point in fit.points]
         return sqrt(max(squares / max(1, freedom), sum(noise) / len(noise)))
 
+    @cached_property
+    def jitter(self) -> float:
+        """Median relative standard deviation of repeated passes and decoding steps; 0 if none was measured."""
+        fits = [fit for name, fit in self.fits.items() if operation_of(name) in JITTER_OF and fit.points]
+        return median(fit.spread for fit in fits) / IQR_OF_NORMAL if fits else 0.0
+
     def excess(self, op: str) -> float:
         """Return the excess over the fit that ``EXCESS_QUANTILE`` of points exceed: memory varies by fragmentation."""
         fits = [fit for name, fit in self.fits.items() if name.endswith(f"/{op}")]
@@ -310,6 +318,10 @@ class ProfiledSpeed:
     @property
     def call(self) -> float:
         return self._fit("call", "")({"call": 1, "row": TYPICAL_ROWS})
+
+    @property
+    def jitter(self) -> float:
+        return self.profile.jitter
 
     def covers(self, config: ModelConfig, bf16: bool = False, tp: int = 1) -> bool:
         """Return True if models of this shape were measured with tensor-parallel size ``tp``."""

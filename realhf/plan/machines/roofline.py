@@ -56,6 +56,11 @@ class Roofline:
     def call(self) -> float:
         return self.hardware.call
 
+    @property
+    def jitter(self) -> float:
+        """Unknown, and counted as 0."""
+        return 0.0
+
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
         inside = self.block_forward(shard, work).seconds + self._all_reduces(shard, work.tokens, ranks)
         inside = max(inside, self._launches(shard)[0])

@@ -1,7 +1,7 @@
 """Costs of calls against hand computations: arithmetic, pipeline bubbles, collectives, decoding."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from realhf.arch.flops import forward_flops
 from realhf.arch.param_specs import param_specs
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, mfc_works, works_of
-from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
+from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, slowest_of, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.simulate import simulate
@@ -188,6 +188,26 @@ def test_ranks_without_rows_cost_nothing() -> None:
         some = equal_rows(1, n=4)[0]
         assert seconds(cost, mfc, "d2", (some, empty)) == pytest.approx(seconds(cost, mfc, "d1", (some,)))
     assert seconds(cost, "actor_gen", "d2", (*prompts_on(1), empty)) == seconds(cost, "actor_gen", "d1", prompts_on(1))
+
+
+@dataclass(frozen=True)
+class JitteringSpeed(Roofline):
+    """Workers whose times vary."""
+
+    @property
+    def jitter(self) -> float:
+        return 0.1
+
+
+@pytest.mark.parametrize(("text", "n_busy"), [("d1", 1), ("d2", 2), ("p2", 2), ("d2p2", 4), ("t4", 1), ("d4", 4)])
+def test_a_call_ends_with_its_slowest_worker(text: str, n_busy: int) -> None:
+    cost = cost_model(TOY)
+    jittering = replace(cost, speed=JitteringSpeed(TOY))
+    for mfc in ("ref_inf", "actor_train"):
+        expected = slowest_of(n_busy, 0.1) * seconds(cost, mfc, text)
+        assert seconds(jittering, mfc, text) == pytest.approx(expected)
+    idle = (*equal_rows(1), BatchRows((), (), ()))
+    assert seconds(jittering, "ref_inf", "d2", idle) == pytest.approx(seconds(cost, "ref_inf", "d2", idle))
 
 
 def prompts_on(dp: int, n: int = 4) -> tuple[BatchRows, ...]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import shard_boxes
-from realhf.plan.cost.speed import StageShard, chunk_shards, shard_numels, stage_shards
+from realhf.plan.cost.speed import StageShard, chunk_shards, shard_numels, slowest_of, stage_shards
 from tests.plan.search.planners import LLAMA, layout
 from tests.scaling import examples
 
@@ -72,3 +73,11 @@ def test_kv_cache_of_local_heads() -> None:
     assert whole.kv_numel == 2 * 4 * 4 * 8
     assert replace(whole, tp=2).kv_numel == 2 * 4 * 2 * 8
     assert replace(whole, tp=8).kv_numel == 2 * 4 * 1 * 8  # four heads on eight ranks: each has one
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.integers(1, 300), st.floats(0.0, 0.3), st.integers(0, 99))
+def test_the_slowest_of_several_equals_a_simulation(n: int, jitter: float, seed: int) -> None:
+    times = 1 + jitter * np.random.default_rng(seed).standard_normal((4000, n))
+    assert slowest_of(n, jitter) == pytest.approx(times.max(1).mean(), abs=0.06 * jitter + 1e-12)
+    assert slowest_of(1, jitter) == 1.0

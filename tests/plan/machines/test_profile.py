@@ -212,3 +212,12 @@ def test_machines_differ_by_known_values_only() -> None:
     for other in ({"torch": "2.12.0"}, {"processor": "slide rule"}, {"cores": 4}, {"device": "cuda"}):
         assert machine.differs_from(replace(machine, **other))  # type: ignore[arg-type]
     assert "torch 2.13.0" in str(machine) and "torch" not in str(MACHINE)
+
+
+def test_jitter_is_the_deviation_of_repeated_work() -> None:
+    speed = measured()
+    assert speed.jitter == pytest.approx((1.3 - 0.9) / 0.9 / 1.349)  # of quartiles 0.9 and 1.3
+    shape = shape_of(MODEL, False)
+    steady = replace(speed.profile, fits={f"{shape}/t1/forward": Fit({}, (Point({}, 2.0, 2.0, 2.0, 9),))})
+    assert steady.jitter == 0.0
+    assert replace(speed.profile, fits={"send": speed.profile.fits["send"]}).jitter == 0.0  # waits for another worker
