@@ -115,13 +115,13 @@ def metrics(root: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(root: Path) -> Curve:
+def curve(root: Path, metric: str = "eval/accuracy") -> Curve:
     """Return the sampled tokens so far and the held-out accuracy at each evaluation."""
     points, tokens = [], 0.0
     for line in metrics(root):
         tokens += line.get("tokens/generated", 0.0)
-        if "eval/accuracy" in line:
-            points.append((tokens, line["eval/accuracy"]))
+        if metric in line:
+            points.append((tokens, line[metric]))
     return points
 
 

@@ -107,9 +107,19 @@ def algorithms_results(holds: bool) -> Results:
     return {"curves": curves}
 
 
+def code_results(holds: bool) -> Results:
+    own, runs = constants("ppo_code"), {}
+    for method in own.METHODS:
+        end = 0.2 + (0.2 if holds else -0.05) * len(method)
+        runs[own.label(method)] = [
+            {"tokens": [0.0, 1.1 * own.TOKENS], "passed": [0.1, end + 0.001 * i]} for i in range(N)
+        ]
+    return {"runs": runs}
+
+
 MADE: dict[str, Callable[[bool], Results]] = {
     "algorithms": algorithms_results, "dpo_vs_ppo": dpo_results, "kl": kl_results, "layouts": layouts_results,
-    "restem": restem_results, "reward_design": reward_results, "staleness": staleness_results,
+    "ppo_code": code_results, "restem": restem_results, "reward_design": reward_results, "staleness": staleness_results,
     "vineppo": vineppo_results,
 }  # fmt: skip
 

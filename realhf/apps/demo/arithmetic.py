@@ -52,9 +52,9 @@ def wrong_sum(prompt: str, rng: random.Random) -> tuple[str, list[float]]:
     return "\n".join(lines), [float(i < place) for i in range(len(digits))]
 
 
-def character_tokenizer() -> Tokenizer:
-    """Return a lossless tokenizer with one token per character."""
-    words = [PAD, EOS, UNKNOWN, *CHARACTERS]
+def character_tokenizer(characters: str = CHARACTERS) -> Tokenizer:
+    """Return a tokenizer with one token per character, lossless on text of these characters."""
+    words = [PAD, EOS, UNKNOWN, *characters]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
