@@ -9,20 +9,19 @@ from collections.abc import Callable, Sequence
 LIMIT = 10**9
 """Largest absolute value; operations that exceed it fail."""
 DEPTH = 16
-ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-}
-MOVES: dict[str, tuple[int, Callable[..., tuple[int, ...]]]] = {
+DIGITS = "123456789"
+WORDS: dict[str, tuple[int, Callable[..., tuple[int, ...]]]] = {
+    "+": (2, lambda a, b: (a + b,)),
+    "-": (2, lambda a, b: (a - b,)),
+    "*": (2, lambda a, b: (a * b,)),
     "d": (1, lambda a: (a, a)),
     "x": (1, lambda a: ()),
     "s": (2, lambda a, b: (b, a)),
     "o": (2, lambda a, b: (a, b, a)),
+    **{digit: (0, lambda digit=digit: (int(digit),)) for digit in DIGITS},
 }
-"""Duplicate, drop, swap, and copy the value below the top."""
-DIGITS = "123456789"
-OPERATIONS = "".join([*ARITHMETIC, *MOVES, *DIGITS])
+"""Operations and how many values they take: d duplicates, x drops, s swaps, o copies the value below the top."""
+OPERATIONS = "".join(WORDS)
 TASKS = {  # name: arguments, result, and a program
     "a": (2, lambda x, y: x + y, "+"),
     "b": (2, lambda x, y: x - y, "-"),
@@ -51,17 +50,10 @@ def run(program: str, arguments: Sequence[int]) -> list[int] | None:
     """Return the stack at the end; None if an operation is unknown, lacks values, or exceeds a limit."""
     stack = list(arguments)
     for operation in program:
-        if operation in DIGITS:
-            n, results = 0, (int(operation),)
-        elif operation in ARITHMETIC:
-            n, results = 2, (ARITHMETIC[operation](*stack[-2:]),) if len(stack) > 1 else ()
-        elif operation in MOVES:
-            n, move = MOVES[operation]
-            results = move(*stack[-n:]) if len(stack) >= n else ()
-        else:
-            return None
+        n, function = WORDS.get(operation, (DEPTH + 1, tuple))
         if len(stack) < n:
             return None
+        results = function(*stack[len(stack) - n :])
         stack[len(stack) - n :] = results
         if len(stack) > DEPTH or any(abs(value) > LIMIT for value in results):
             return None

@@ -68,7 +68,7 @@ def train(folder: Path, policy: Path, method: tuple[str, ...], seed: int) -> dic
 
 def at(points: Curve, tokens: float = TOKENS) -> float:
     """Return the fraction after so many sampled tokens, between two evaluations."""
-    return float(np.interp(tokens, *zip(*points, strict=True)))
+    return float(np.interp(tokens, [x for x, _ in points], [y for _, y in points]))
 
 
 def ends(runs: Runs, tokens: float = TOKENS) -> list[float]:
