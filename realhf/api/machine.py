@@ -140,6 +140,10 @@ class EnvironmentLoad:
     def concurrency(self) -> int:
         return self.workers * self.per_process
 
+    def n_open(self, n_episodes: int) -> int:
+        """Return the number of open episodes of ``n_episodes``."""
+        return max(1, min(self.max_open or n_episodes, n_episodes))
+
 
 @dataclass(frozen=True)
 class RewardLoad:

@@ -297,15 +297,17 @@ class CostModel:
         assert self.sampling is not None and mfc.role is not None
         n, stages = self.rollouts_at_once, self._stages(mfc, placement, dp)
         responses = n * self.sampled(mfc, rows)
-        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(responses))
+        environment = None if mfc.per_prompt else self.environment
+        n_open = environment.n_open(len(responses)) if environment else len(responses)
+        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), n_open)
         reads = CacheReads.PADDED if self.pads_cache else CacheReads.OWN
         if self.share_prompts and stages[0][0].shares_prompts:
             reads = CacheReads.SHARED
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
         timer = DecodeTimer(self.speed, stages, placement.micro_batching.max_tokens_per_mb, send)
         seconds = timer.seconds(decode_schedule(n * rows.lengths, responses, slots, reads)) / n
-        if self.environment is not None and not mfc.per_prompt:
-            seconds = rollout_seconds(self.environment, len(responses), slots, seconds)
+        if environment is not None:
+            seconds = rollout_seconds(environment, len(responses), slots, seconds)
         return Cost(seconds, timer.busy / n * placement.layout.strategy.tp)
 
 

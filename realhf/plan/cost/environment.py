@@ -9,7 +9,7 @@ def rollout_seconds(load: EnvironmentLoad, n_episodes: int, n_slots: int, decode
     The largest of three bounds of a closed network of waiting customers: the generator is never idle; the environments
     never are; and an open episode alternates between the two, where it shares the generator with ``n_slots`` others.
     """
-    n_open = max(1, min(load.max_open or n_episodes, n_episodes))
+    n_open = load.n_open(n_episodes)
     calls = n_episodes * load.turns
     waves = n_episodes / n_open
     alternating = waves * load.turns * load.latency + decode_seconds * min(1.0, n_slots / n_open)

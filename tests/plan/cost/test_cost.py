@@ -12,7 +12,7 @@ from realhf.api.config import GenerationConfig, OptimizerConfig
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.api.layout import ParallelStrategy
-from realhf.api.machine import Cost, Hardware, Link, Workload
+from realhf.api.machine import Cost, EnvironmentLoad, Hardware, Link, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
@@ -259,6 +259,13 @@ def test_a_long_tail_costs_more_than_its_mean() -> None:
     outside = generation(replace(tail, workload=Workload(((4,),), (1,))), 4)  # prefill samples the first token
     assert generation(tail, 4) - outside == pytest.approx(9 * step)
     assert generation(equal, 4) - outside == pytest.approx(3 * step)
+
+
+@pytest.mark.parametrize("n_open", [1, 2, 5, 0])
+def test_only_open_episodes_decode_together(n_open: int) -> None:
+    responses = (3, 9, 4, 4, 7, 2, 5, 6)
+    rollout = replace(generating(responses), environment=EnvironmentLoad(2, 0.0, 1, 1, n_open))
+    assert generation(rollout, 8) == generation(generating(responses, slots=n_open or 64), 8)
 
 
 def test_rollouts_of_several_steps_share_a_long_tail() -> None:
