@@ -144,8 +144,8 @@ class CostModel:
                 if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
                     costs.append(self.host_copy(mfc.role, layout))
         # a call ends with its slowest worker; collectives of tensor parallelism were measured with their waiting
-        n_busy = max(1, sum(bool(r.ids) for r in ranks)) * layout.strategy.pp
-        seconds = slowest_of(n_busy, self.speed.jitter) * (own.seconds + sum(c.seconds for c in costs))
+        n_alone = layout.strategy.world // layout.strategy.tp
+        seconds = slowest_of(n_alone, self.speed.jitter) * (own.seconds + sum(c.seconds for c in costs))
         return Cost(seconds, own.core_seconds + sum(c.core_seconds for c in costs))
 
     def exchange(self, traffic: Traffic) -> Cost:

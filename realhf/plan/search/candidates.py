@@ -28,7 +28,6 @@ Ways = tuple[MicroBatching, MemorySaving | None]
 class Candidate:
     placement: Placement
     cost: Cost
-    transfer: Cost
     transient: float
     resident: float
 
@@ -54,6 +53,7 @@ class Candidates:
     _candidates: dict[tuple[Key, float], list[Candidate]] = field(default_factory=dict, init=False, repr=False)
     _sizes: dict[tuple[Key, Ways], float] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[tuple[Key, Ways], Cost] = field(default_factory=dict, init=False, repr=False)
+    _transfers: dict[Key, Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def capacity(self) -> float:
@@ -116,8 +116,7 @@ class Candidates:
                 self._costs[key, ways] = self._cost(mfc, placed(limits), rows)
             costs.append((limits, self._costs[key, ways]))
         limits, cost = min(costs, key=lambda pair: pair[1].seconds)
-        transfer = self._transfer(mfc, layout, rows)
-        return Candidate(placed(limits), cost, transfer, sizes[limits], resident)
+        return Candidate(placed(limits), cost, sizes[limits], resident)
 
     def _limits(self, mfc: MFC) -> Iterator[MicroBatching]:
         """Yield the configured micro-batching, then smaller ones: fewer tokens, or fewer sequences in generation."""
@@ -152,8 +151,14 @@ class Candidates:
         longest = max(sampled, key=lambda replica: (max(sampled[replica]), tokens[replica]))
         return [most] if longest is most else [most, longest]
 
-    def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[BatchRows]) -> Cost:
+    def transfer(self, mfc: MFC, layout: Layout) -> Cost:
         """Return the cost of transferring the rows if all of them are on other workers."""
+        key = self.key(mfc, layout)
+        if key not in self._transfers:
+            self._transfers[key] = self._transfer(mfc, layout, self.rows(mfc, layout.strategy.dp))
+        return self._transfers[key]
+
+    def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[BatchRows]) -> Cost:
         size = 8 + 4 * (len(mfc.inputs) - 1)
         nbytes = size * max(sum(r.lengths) for r in rows)
         n_parts = len(mfc.inputs) * max(len(r.ids) for r in rows)

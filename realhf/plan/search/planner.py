@@ -329,8 +329,8 @@ class Planner:
             copy = self.calls.cost.host_copy(mfc.role, layout)
         used, holders = (range(min(some), max(some) + 1) for some in (ranks, last))
         costs = self._call_costs.of(mfc, candidate.placement, self.calls.key(mfc, layout))
-        return LayoutOption(used, holders, costs, candidate.transfer, candidate.transient, candidate.resident,
-                            copy, copy)  # fmt: skip
+        transfer = self.calls.transfer(mfc, layout) if self.n_workers > 1 else FREE
+        return LayoutOption(used, holders, costs, transfer, candidate.transient, candidate.resident, copy, copy)
 
 
 def plan_layouts(plan: ExecutionPlan) -> Layouts:

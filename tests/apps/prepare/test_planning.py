@@ -24,7 +24,7 @@ from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.launch import cuda
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.speed import CollectiveKind, StageShard, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from realhf.plan.lengths import default_lengths
 from realhf.plan.machines.hardware import FOLDER, read_hardware
 from realhf.plan.machines.mixed_speed import MixedSpeed
@@ -38,6 +38,7 @@ from realhf.plan.machines.profile import (
     message_counts,
     pass_counts,
     shape_of,
+    traffic_counts,
 )
 from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
@@ -142,8 +143,7 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     fits |= {f"{shape}/t1/{op}": Fit(dict.fromkeys(counts, 1.0), ()) for op in ("forward_bytes",)}
     fits[f"{shape}/t1/decode"] = Fit(dict.fromkeys(decode_counts(part, 1, 1), 1e-6), ())
     fits["send"] = Fit(dict.fromkeys(message_counts(1.0), 1e-9), ())
-    parts = ("exchange", "part", "copied byte", "rendezvous", "sent part", "sent byte")
-    fits["exchange"] = Fit(dict.fromkeys(parts, 1e-9), ())
+    fits["exchange"] = Fit(dict.fromkeys(("exchange", "part", "copied byte"), 1e-9), ())  # nothing is sent
     fits["call"] = Fit({"call": 1e-3, "row": 0.0}, ())
     return Profile(replace(HERE, device=device), 4e8, fits)
 
@@ -298,6 +298,14 @@ def test_a_plan_covered_by_the_profile_is_predicted_from_it(generation: Generati
     assert report.machine.source.startswith("the profile ") and report.plan["gen"].layout.strategy.tp == 1
 
 
+@pytest.mark.parametrize("mode", ["d1", "search"])
+def test_a_profile_of_one_worker_predicts_plans_of_one(generation: GenerationExperiment, mode: str) -> None:
+    generation.n_gpus_per_node, generation.allocation_mode = 1, mode
+    report = plan_report("gen", generation)
+    assert report.machine.source == f"the profile {generation.fileroot}/profile.json"
+    assert report.plan.n_workers == 1 and report.prediction.seconds > 0
+
+
 @pytest.mark.parametrize("mode", ["t2", "p2", "d2"])
 def test_a_profile_of_one_worker_predicts_parallel_plans(generation: GenerationExperiment, mode: str) -> None:
     generation.allocation_mode = mode
@@ -320,7 +328,9 @@ def test_a_plan_not_covered_by_the_profile_is_predicted_from_limits(generation: 
     profile, message = profile_of(), Fit(dict.fromkeys(message_counts(1.0), 1e-9), ())
     shards = {name.replace("/t1/", "/t2/"): fit for name, fit in profile.fits.items() if name.endswith("forward")}
     assert f"{shape}/t2/forward" in shards
-    path.write_text(to_json(replace(profile, fits=profile.fits | shards | {"all_reduce/2": message})))
+    sent = Fit(dict.fromkeys(traffic_counts(Traffic(node=1)), 1e-9), ())
+    others = {"all_reduce/2": message, "exchange": sent}
+    path.write_text(to_json(replace(profile, fits=profile.fits | shards | others)))
     generation.allocation_mode = "t2"
     report = plan_report("gen", generation)
     assert report.machine.source.startswith("the limits of cpu (the profile has no measurements of ")

@@ -27,6 +27,14 @@ COMPUTE_ONLY = replace(TOY, memory_bandwidth=FREE, node=Link(FREE), cluster=Link
 """A machine on which only arithmetic takes time."""
 
 
+class JitteringSpeed(Roofline):
+    """Workers whose times vary."""
+
+    @property
+    def jitter(self) -> float:
+        return 0.1
+
+
 def layout(text: str, start: int = 0) -> Layout:
     """Return a layout on contiguous workers from ``start``, with a strategy like ``d2t2p1``."""
     strategy = ParallelStrategy.parse(text)

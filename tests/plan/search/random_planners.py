@@ -17,7 +17,7 @@ from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.machines.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
-from tests.plan.search.planners import LLAMA, TOY
+from tests.plan.search.planners import LLAMA, TOY, JitteringSpeed
 
 NAMES = tuple(name for name in EXPERIMENTS if not issubclass(experiment_class(name), MultiStageExperiment))
 ROUTED = replace(LLAMA, family="mixtral", intermediate=0, n_experts=8, experts_per_token=2, expert_intermediate=96)
@@ -41,7 +41,8 @@ def random_planner(seed: int, name: str = "", hardware: Hardware | None = None, 
     shares = device == "cpu" and random.random() < 0.5
     environment = EnvironmentLoad(random.randint(1, 4), random.choice((1e-4, 1e-2)), 2, random.choice((1, 8)), 16)
     load = environment if sampling and random.random() < 0.2 else None
-    cost = CostModel(graph, models, roles, Roofline(hardware), workload, node, sampling, shares, load)
+    speed = (JitteringSpeed if Random(f"jitter {seed}").random() < 0.3 else Roofline)(hardware)
+    cost = CostModel(graph, models, roles, speed, workload, node, sampling, shares, load)
     memory = MemoryModel(graph, models, roles, workload, AnalyticMemory(device), hardware.reserved, device, sampling,
                          shares, node)  # fmt: skip
     tokens = random.choice((64, 512, 4096))
