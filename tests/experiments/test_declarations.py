@@ -279,6 +279,7 @@ def test_unknown_experiment_suggests_the_closest_name(tmp_path: Path) -> None:
     [
         ({"kl_in": KLPlace.loss, "kl_loss_estimator": KLEstimator.k1}, 0, "expected gradient is 0"),
         ({"kl_reward_estimator": KLEstimator.k3}, 0, "in the reward only k1"),
+        ({"group_size": 4, "group_adv_norm": True}, 0, "it is scaled to variance 1"),
         ({"kl_in": KLPlace.loss, "kl_loss_estimator": KLEstimator.k2}, 1, "k4 is not"),
         ({"kl_in": KLPlace.loss, "kl_loss_estimator": KLEstimator.k3}, 1, "estimator=k3 with max_staleness: biased"),
         ({"mask_no_eos_with_zero": True}, 0, "truncated response is 0, that of a finished one can be -inf"),

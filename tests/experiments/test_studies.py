@@ -117,10 +117,19 @@ def code_results(holds: bool) -> Results:
     return {"runs": runs}
 
 
+def srl_results(holds: bool) -> Results:
+    own, runs = constants("srl"), {}
+    for workers, ring in product(own.WORKERS, own.RINGS):
+        seconds = 8.0 / workers / ring if holds else 8.0
+        runs[f"{workers}/{ring}"] = [{"seconds": seconds, "predicted": seconds if holds else 2 * seconds}] * N
+    speeds = [float(n) if holds else 1.0 for n in own.CLUSTER]
+    return {"runs": runs, "simulated": {f"{ring}": speeds for ring in own.SIMULATED_RINGS}}
+
+
 MADE: dict[str, Callable[[bool], Results]] = {
     "algorithms": algorithms_results, "dpo_vs_ppo": dpo_results, "kl": kl_results, "layouts": layouts_results,
-    "ppo_code": code_results, "restem": restem_results, "reward_design": reward_results, "staleness": staleness_results,
-    "vineppo": vineppo_results,
+    "ppo_code": code_results, "restem": restem_results, "reward_design": reward_results, "srl": srl_results,
+    "staleness": staleness_results, "vineppo": vineppo_results,
 }  # fmt: skip
 
 
