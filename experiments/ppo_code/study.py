@@ -24,6 +24,9 @@ SWITCHES = {
     "filter": ("ppo.dynamic_sampling=True", "ppo.max_resamples=3"),
     "no critic": ("ppo.disable_value=True", "ppo.group_adv_norm=True"),
 }
+NO_PENALTY = {"no KL penalty": ("ppo.kl_in=none",)}
+ABLATIONS = [("no critic", "no KL penalty"), ("selection", "no critic", "no KL penalty")]
+"""Not registered: they test whether the normalised KL penalty explains the results without a critic and a filter."""
 CRITIC = ("critic.optimizer.lr=1e-3", "critic.optimizer.lr_scheduler_type=constant")
 METHODS = [tuple(name for name, is_on in zip(SWITCHES, on, strict=True) if is_on)
            for on in product((True, False), repeat=3)]  # fmt: skip
@@ -56,7 +59,7 @@ def label(method: tuple[str, ...]) -> str:
 def train(folder: Path, policy: Path, method: tuple[str, ...], seed: int) -> dict[str, list[float]]:
     """Return sampled tokens and the fraction of programs that pass at each evaluation."""
     task, name = folder / "task", "-".join(label(method).replace(",", "").split())
-    switches = [option for switch in method for option in SWITCHES[switch]]
+    switches = [option for switch in method for option in {**SWITCHES, **NO_PENALTY}[switch]]
     steps = STEPS["selection" in method, "filter" in method]
     root = run(folder, f"{name}-{seed}", "ppo-math", f"dataset.path={task}/train.jsonl", f"actor.path={policy}",
                f"dataset.eval_path={task}/valid.jsonl", f"exp_ctrl.total_train_steps={steps}", *OPTIONS,
@@ -105,16 +108,16 @@ def draw(results: Results, figure: Figure) -> None:
         panel.plot(grid, means, label=method)
         panel.fill_between(grid, means - errors, means + errors, alpha=0.25)
     panel.set(xlabel="sampled tokens", ylabel="programs that pass held-out tests", ylim=(0, 1))
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def collect(options: StudyOptions) -> Results:
     policy = start(options.folder)
-    found = options.map(partial(train, options.folder, policy), METHODS, SEEDS)
+    found = options.map(partial(train, options.folder, policy), METHODS + ABLATIONS, SEEDS)
     return {"runs": {label(method): runs for (method,), runs in found.items()}}
 
 
-STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (6.5, 3.6))
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (8, 3.6))
 
 if __name__ == "__main__":
     STUDY.main()

@@ -223,6 +223,9 @@ def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
          "k4 is not (without ppo.recompute_logprobs)"),
         (in_reward and reward in (KLEstimator.k2, KLEstimator.k3),
          f"ppo.kl_reward_estimator={reward.value}: in the reward only k1 has the gradient of the KL"),
+        (in_reward and ppo.group_adv_norm and not ppo.dynamic_sampling,
+         "ppo.group_adv_norm with ppo.kl_in=reward: where all responses to a prompt have one score, only the KL "
+         "penalty differs, and it is scaled to variance 1; set ppo.kl_in=loss or ppo.dynamic_sampling=True"),
         (uncorrected and has_ratio,
          "max_staleness without ppo.recompute_logprobs: ratios are clipped around the old generator instead of the "
          "policy before the first optimizer step"),
