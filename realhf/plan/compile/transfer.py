@@ -157,11 +157,12 @@ def row_transfers(
     Values that a worker already has are skipped; a value shared by several rows is sent to a worker once.
     """
     columns = call.transferred
+    holders_of = {key: call.holders.of(key) for key in keys}
     for d, rows in enumerate(call.assignment):
         replica = layout.replica(d)
         missing: dict[tuple[int, ...], tuple[int, ...]] = {}  # by holders, most rows share the same
         for key in keys:
-            column, holders = columns[key], call.holders.of(key)
+            column, holders = columns[key], holders_of[key]
             sent: set[RowId] = set()
             for i in rows:
                 row = stored_row_id(call.inputs.ids[i], key, call.shared)
