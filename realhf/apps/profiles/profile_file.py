@@ -51,6 +51,8 @@ def _fit_problems(fit: Fit, is_memory: bool) -> Iterator[str]:
             yield f"a point has the values {values}, must be finite, and counts >= 0"
         elif min(point.low, point.median) <= 0 or point.repeats < 1:
             yield f"a point has the median {point.median}, must be > 0, as low and repeats"
+        elif not point.low <= point.median <= point.high:
+            yield f"a point has the quartiles {point.low}, {point.median} and {point.high}, must be in ascending order"
         elif set(point.counts) - set(fit.coefficients):
             yield "a point has counts without a coefficient"
         elif is_memory and fit(point.counts) <= 0:

@@ -43,6 +43,8 @@ def test_round_trip(tmp_path: Path) -> None:
         ({"fits": {"call": replace(FIT, points=(replace(POINT, median=0.0),))}}, "the median 0.0, must be > 0"),
         ({"fits": {"call": replace(FIT, points=(replace(POINT, repeats=0),))}}, "must be > 0, as low and repeats"),
         ({"fits": {"call": replace(FIT, points=(replace(POINT, low=float("nan")),))}}, "must be finite"),
+        ({"fits": {"call": replace(FIT, points=(replace(POINT, low=POINT.median + 1),))}}, "in ascending order"),
+        ({"fits": {"call": replace(FIT, points=(replace(POINT, high=POINT.median / 2),))}}, "in ascending order"),
         ({"fits": {"call": replace(FIT, coefficients={"call": 1.0})}}, "counts without a coefficient"),
         ({"fits": {"h8/t1/kept_bytes": replace(FIT, coefficients={"call": 0.0, "row": 0.0})}}, "0 at a point"),
     ],
