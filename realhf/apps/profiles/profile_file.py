@@ -9,7 +9,7 @@ from pathlib import Path
 from realhf.api.codec import from_json, to_plain
 from realhf.base.atomic_io import atomic_write, try_lock
 from realhf.base.errors import UserError
-from realhf.plan.machines.profile import Fit, Profile
+from realhf.plan.machines.profile import DIFFERENCES, Fit, Profile
 
 MAX_PROBLEMS = 3  # reported ones of a file
 LOCK_S = 60.0  # an update takes milliseconds
@@ -38,10 +38,11 @@ def _problems(profile: Profile) -> Iterator[str]:
     for name, fit in profile.fits.items():
         if not NAME.fullmatch(name):
             yield f"unknown measurement '{name:.80}'"
-        yield from (f"{name}: {problem}" for problem in _fit_problems(fit, name.endswith("_bytes")))
+        kinds = name.endswith("_bytes"), name.startswith(DIFFERENCES)
+        yield from (f"{name}: {problem}" for problem in _fit_problems(fit, *kinds))
 
 
-def _fit_problems(fit: Fit, is_memory: bool) -> Iterator[str]:
+def _fit_problems(fit: Fit, is_memory: bool, is_difference: bool) -> Iterator[str]:
     for key, value in fit.coefficients.items():
         if not (isfinite(value) and value >= 0):
             yield f"the coefficient of {key} is {value}, must be a finite number >= 0"
@@ -51,7 +52,7 @@ def _fit_problems(fit: Fit, is_memory: bool) -> Iterator[str]:
             yield f"a point has the values {values}, must be finite, and counts >= 0"
         elif min(point.low, point.median) <= 0 or point.repeats < 1:
             yield f"a point has the median {point.median}, must be > 0, as low and repeats"
-        elif not point.low <= point.median <= point.high:
+        elif not (point.low <= point.median <= point.high or is_difference):  # crossed in profiles of earlier versions
             yield f"a point has the quartiles {point.low}, {point.median} and {point.high}, must be in ascending order"
         elif set(point.counts) - set(fit.coefficients):
             yield "a point has counts without a coefficient"

@@ -23,6 +23,7 @@ TYPICAL_ROWS = 128  # rows of a call if the number is unknown
 IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution in standard deviations
 JITTER_OF = ("forward", "train_forward", "train_backward", "decode")
 CLUSTER = "cluster_"  # prefix of measurements between nodes
+DIFFERENCES = "tp_collectives/"  # prefix of times beyond those without collectives
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Point:
 
     def scaled(self, factor: float) -> "Point":
         return replace(self, low=self.low * factor, median=self.median * factor, high=self.high * factor)
+
+    def __sub__(self, other: "Point") -> "Point":
+        """Return the time of this work beyond that of ``other``; differences of quartiles may cross the median."""
+        low, middle, high = self.low - other.low, self.median - other.median, self.high - other.high
+        return replace(self, low=min(low, middle), median=middle, high=max(high, middle))
 
 
 @dataclass(frozen=True)

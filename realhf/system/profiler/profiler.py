@@ -29,6 +29,7 @@ from realhf.plan.compile.check import strategy_problems
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.plan.machines.processor import cores, processor_name, torch_version
 from realhf.plan.machines.profile import (
+    DIFFERENCES,
     Fit,
     Point,
     Profile,
@@ -94,7 +95,7 @@ class ProfileJob:
 
     def price(self, size: int) -> Price:
         """Return the cost of collectives of ``size`` workers: between computations if measured, else back-to-back."""
-        fit = self.collectives.get(f"tp_collectives/{size}")
+        fit = self.collectives.get(f"{DIFFERENCES}{size}")
 
         def price(kind: CollectiveKind, nbytes: float) -> float:
             if fit and fit.covers(counts := tp_counts(kind, nbytes)):
@@ -243,7 +244,7 @@ def group_points(
         together, alone = ProbeContext.of(group, clock, job.bf16), ProbeContext.of(mock, mock.clock, job.bf16)
         smallest = min(valid, key=lambda model: model.hidden)
         seconds = TP_COLLECTIVES * job.seconds
-        points[f"tp_collectives/{world}"] = tp_points(together, alone, smallest, core_share, seconds)
+        points[f"{DIFFERENCES}{world}"] = tp_points(together, alone, smallest, core_share, seconds)
     return points
 
 

@@ -85,7 +85,7 @@ def tp_points(
     for i, works in enumerate(collectives):
         for j, counts in enumerate(works):
             a, b = samples[f"{i}/{j}"][0].scaled(core_share), samples[f"{i} alone/{j}"][0]
-            points.append(Point(counts, a.low - b.low, a.median - b.median, a.high - b.high, a.repeats))
+            points.append(replace(a - b, counts=counts))
     return [point for point in points if point.low > 0]
 
 

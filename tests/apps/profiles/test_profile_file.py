@@ -30,6 +30,12 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
 
 
+def test_differences_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Their quartiles may cross."""
+    old = replace(PROFILE, fits={"tp_collectives/2": replace(FIT, points=(replace(POINT, high=POINT.median / 2),))})
+    assert update_profile(tmp_path / "p.json", old, "out") == old == read_profile(tmp_path / "p.json", "out")
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -91,6 +91,13 @@ def test_invalid_points_are_rejected() -> None:
         fitted([point({"call": 1}, 0.0)])
 
 
+@given(st.tuples(*[st.floats(1e-6, 10)] * 3), st.tuples(*[st.floats(1e-6, 10)] * 3))
+def test_quartiles_of_a_difference_are_in_order(one: tuple[float, ...], other: tuple[float, ...]) -> None:
+    a, b = (Point({"call": 1.0}, *sorted(values), repeats=5) for values in (one, other))
+    found = a - b
+    assert found.low <= found.median <= found.high and found.median == a.median - b.median
+
+
 def test_json_round_trip() -> None:
     profile = measured().profile
     assert from_json(to_json(profile), Profile) == profile

@@ -1,10 +1,12 @@
 """A tiny profile through real processes: all fits are present and non-negative."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from realhf.api.model_config import ModelConfig
+from realhf.apps.profiles.profile_file import read_profile, update_profile
 from realhf.base.errors import RunFailed
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from realhf.plan.machines.profile import ProfiledSpeed, numbers_of_workers
@@ -17,7 +19,7 @@ ALGORITHMS = ("ppo_actor/train_step", "generation/generate")
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_profile_of_one_model_on_two_workers() -> None:
+def test_a_profile_of_one_model_on_two_workers(tmp_path: Path) -> None:
     logged: list[str] = []
     profile = take_profile(ProfileJob("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), logged.append)
     assert profile.machine == this_machine("cpu", 1) and profile.resident > 5e7
@@ -41,6 +43,7 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
         assert speed.forward(part, work, range(tp)) > 0 and min(speed.train(part, work, range(tp))) > 0
         assert speed.decode(part, 4, 10.0, range(tp)) > 0 and speed.train_bytes(part, work)[0] > 0
     assert speed.exchange(Traffic(node=1000, n_parts=2, copied=1000)) > 0 and speed.call > 0
+    assert update_profile(tmp_path / "p.json", profile, "out") == profile == read_profile(tmp_path / "p.json", "out")
 
 
 @pytest.mark.slow
