@@ -16,6 +16,7 @@
 #include "activations.h"
 #include "arena.h"
 #include "rope.h"
+#include "sampling_row.h"
 #include "tiles.h"
 
 namespace realhf {
@@ -29,99 +30,22 @@ using torch::stable::Tensor;
 #define REALHF_KERNEL_FILE "decode_rows.h"
 #include "multi_isa.h"
 
-// Reads the tensors of a stage in order and checks their sizes; an empty tensor means none.
-template <typename scalar_t>
-class Reader {
- public:
-  Reader(const std::vector<Tensor>& all, float offset, bool layer_norms)
-      : next_(all.begin()), offset_(offset), layer_norms_(layer_norms) {}
+#include "decode_arguments.h"
+#include "decode_steps.h"
 
-  const scalar_t* take(int64_t size) {
-    const Tensor& given = *next_++;
-    if (given.numel() == 0) return nullptr;
-    STD_TORCH_CHECK(tile_type(given) == kType, "decode_blocks: weights other than matrices must be typed as x");
-    return static_cast<const scalar_t*>(checked(given, size));
+// The blocks of a call: their weights, with one rotation, window and kind of MLP each.
+struct BlockList {
+  const std::vector<Tensor>& weights;
+  std::vector<Rope> ropes;
+  const std::vector<int64_t>&windows, &routed;
+  float offset;
+
+  int64_t n_routed() const {
+    return std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
   }
-
-  Norm<scalar_t> norm(int64_t size) {  // over hidden states
-    const scalar_t *weight = take(size), *bias = take(size);
-    return {weight, bias, offset_, layer_norms_};
-  }
-
-  Norm<scalar_t> rms_norm(int64_t size) { return {take(size), nullptr, offset_, false}; }
-
-  // `count` matrices of the same size, and their biases; null if they may be missing.
-  Matrix<scalar_t> matrix(int64_t outs, int64_t depth, bool has_bias = true, int64_t count = 1, bool needed = true) {
-    const Tensor& given = *next_++;
-    Matrix<scalar_t> result{nullptr, tile_type(given), nullptr, padded(outs), depth};
-    STD_TORCH_CHECK(given.numel() > 0 || !needed, "decode_blocks: a matrix is missing");
-    if (given.numel() > 0) {
-      const int64_t itemsize = result.type == TileType::float32 ? 4 : result.type == TileType::bfloat16 ? 2 : 1;
-      const int64_t size = count * padded(outs) / kPadding * (result.tile_bytes() / itemsize);
-      result.tiles = static_cast<const char*>(checked(given, size));
-    }
-    if (has_bias) result.bias = take(count * padded(outs));
-    return result;
-  }
-
- private:
-  static constexpr TileType kType = sizeof(scalar_t) == 4 ? TileType::float32 : TileType::bfloat16;
-
-  static TileType tile_type(const Tensor& given) {
-    switch (given.scalar_type()) {
-      case ScalarType::Float:
-        return TileType::float32;
-      case ScalarType::BFloat16:
-        return TileType::bfloat16;
-      default:
-        STD_TORCH_CHECK(given.scalar_type() == ScalarType::Char,
-                        "decode_blocks: weights must be float32, bfloat16 or int8");
-        return TileType::int8;
-    }
-  }
-
-  static const void* checked(const Tensor& given, int64_t size) {
-    STD_TORCH_CHECK(given.numel() == size && given.is_contiguous(), "decode_blocks: a weight of ", given.numel(),
-                    " elements where ", size, " are expected, contiguous");
-    return given.const_data_ptr();
-  }
-
-  std::vector<Tensor>::const_iterator next_;
-  float offset_;
-  bool layer_norms_;
 };
 
-template <typename scalar_t>
-void read_attention(Reader<scalar_t>& reader, const Shape& shape, Layer<scalar_t>& layer) {
-  const int64_t hidden = shape.hidden, of_q = shape.n_q * shape.dim, of_k = shape.n_kv * shape.dim;
-  layer.norm = reader.norm(hidden);
-  layer.qkv = reader.matrix(shape.of_qkv(), hidden);
-  layer.q_norm = reader.rms_norm(shape.norms_projections ? of_q : shape.dim);
-  layer.k_norm = reader.rms_norm(shape.norms_projections ? of_k : shape.dim);
-  layer.out = reader.matrix(hidden, of_q);
-  layer.post_norm = reader.rms_norm(hidden);
-  layer.sinks = reader.take(shape.n_q);
-}
-
-template <typename scalar_t>
-void read_mlp(Reader<scalar_t>& reader, const Shape& shape, Layer<scalar_t>& layer) {
-  const Routing& routing = shape.routing;
-  const int64_t hidden = shape.hidden, inner = layer.is_routed ? routing.inner : shape.inner;
-  const int64_t count = layer.is_routed ? routing.n_own : 1;
-  layer.mlp_norm = reader.norm(hidden);
-  layer.up = reader.matrix(shape.across(inner), hidden, true, count, count > 0);
-  layer.down = reader.matrix(hidden, inner, true, count, count > 0);
-  layer.mlp_post_norm = reader.rms_norm(hidden);
-  if (!layer.is_routed) return;
-  Router<scalar_t>& router = layer.router;
-  router.product = reader.matrix(routing.count, hidden);
-  router.choice_bias = reader.take(routing.count);
-  router.shared_up = reader.matrix(shape.across(routing.shared_inner), hidden, false, 1, false);
-  router.shared_down = reader.matrix(hidden, routing.shared_inner, false, 1, routing.shared_inner > 0);
-  router.shared_gate = reader.take(hidden);
-}
-
-// The tensors of a call beside the weights.
+// The tensors of a step beside the weights.
 struct Inputs {
   const Tensor &x, &positions;
   const std::optional<Tensor>&prefixes, &slots;
@@ -154,25 +78,45 @@ int64_t team_size(const std::vector<Layer<scalar_t>>& layers, int64_t n_rows, in
 }
 
 template <typename scalar_t>
-void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<Rope>& ropes,
-         const std::vector<int64_t>& windows, const std::vector<int64_t>& routed, float offset, const Inputs& inputs,
-         Tensor& result) {
-  const auto& [x, positions, prefixes, slots, k, v, chosen] = inputs;
-  Reader<scalar_t> reader(weights, offset, shape.layer_norms);
+std::vector<Layer<scalar_t>> read_layers(Reader<scalar_t>& reader, const Shape& shape, const BlockList& blocks, Tensor& k,
+                                         Tensor& v, int64_t* chosen, int64_t n_rows) {
   std::vector<Layer<scalar_t>> layers;
   const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim * (shape.has_bf16_cache ? 2 : 4);
-  const int64_t n_choices = x.size(0) * shape.routing.top_k;
-  int64_t* next_chosen = chosen;
-  for (size_t i = 0; i < windows.size(); ++i) {
+  for (size_t i = 0; i < blocks.windows.size(); ++i) {
     Layer<scalar_t>& layer = layers.emplace_back();
-    layer.is_routed = routed[i] != 0, layer.window = windows[i], layer.rope = ropes[i];
+    layer.is_routed = blocks.routed[i] != 0, layer.window = blocks.windows[i], layer.rope = blocks.ropes[i];
     layer.keys = static_cast<char*>(k.mutable_data_ptr()) + i * of_layer;
     layer.values = static_cast<char*>(v.mutable_data_ptr()) + i * of_layer;
     if (shape.sublayers != Sublayers::mlp) read_attention(reader, shape, layer);
     if (shape.sublayers == Sublayers::attention) continue;
     read_mlp(reader, shape, layer);
-    if (layer.is_routed && chosen) layer.chosen = next_chosen, next_chosen += n_choices;
+    if (layer.is_routed && chosen) layer.chosen = chosen, chosen += n_rows * shape.routing.top_k;
   }
+  return layers;
+}
+
+template <typename scalar_t>
+using RunStage = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
+
+// Calls `run_rows(from, stop, team)` for all rows: of one team, or of a thread each. `start_of(row)` may move the start
+// of a thread's rows.
+template <typename scalar_t, typename RunRows, typename StartOf>
+void divide_rows(const std::vector<Layer<scalar_t>>& layers, int64_t n_rows, const RunRows& run_rows,
+                 const StartOf& start_of) {
+  const int64_t n_threads = torch::stable::get_num_threads(), n_team = team_size(layers, n_rows, n_threads);
+  if (n_team > 1) return run_rows(0, n_rows, Team{n_team, run_together});
+  const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
+  torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
+    run_rows(start_of(std::min(n_rows, from * share)), start_of(std::min(n_rows, to * share)), Team{1, run_alone});
+  });
+}
+
+template <typename scalar_t>
+void run(const Shape& shape, const BlockList& blocks, const Inputs& inputs, Tensor& result) {
+  const auto& [x, positions, prefixes, slots, k, v, chosen] = inputs;
+  const int64_t n_rows = x.size(0);
+  Reader<scalar_t> reader(blocks.weights, blocks.offset, shape.layer_norms);
+  const auto layers = read_layers(reader, shape, blocks, k, v, chosen, n_rows);
   const Stage<scalar_t> stage{layers.data(),
                               static_cast<int64_t>(layers.size()),
                               shape.sublayers == Sublayers::both ? reader.norm(shape.hidden) : Norm<scalar_t>{},
@@ -181,9 +125,7 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
                               slots ? slots->const_data_ptr<int64_t>() : nullptr,
                               static_cast<scalar_t*>(result.mutable_data_ptr())};
-  using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
-  const auto work = best_isa<Work>(REALHF_ALL_ISAS(run_stage));
-  const int64_t n_rows = x.size(0), n_threads = torch::stable::get_num_threads();
+  const auto work = best_isa<RunStage<scalar_t>>(REALHF_ALL_ISAS(run_stage));
   const auto run_rows = [&](int64_t from, int64_t stop, const Team& team) {
     Buffers buffers(shape, std::min(kRowsAtOnce, stop - from), team);
     for (int64_t row = from; row < stop; row += kRowsAtOnce) {
@@ -194,140 +136,25 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
       work(shape, stage, row, count, buffers);
     }
   };
-  const int64_t n_team = team_size(layers, n_rows, n_threads);
-  if (n_team > 1) return run_rows(0, n_rows, {n_team, run_together});
-  const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
-  const auto start_of = [&](int64_t part) {  // rows of a slot need each other's keys: one thread has them all
-    int64_t row = std::min(n_rows, part * share);
+  divide_rows(layers, n_rows, run_rows, [&](int64_t row) {  // rows of a slot need each other's keys: one thread has them
     while (stage.slots && row > 0 && row < n_rows && stage.slots[row] == stage.slots[row - 1]) ++row;
     return row;
-  };
-  torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
-    run_rows(start_of(from), start_of(to), {1, run_alone});
   });
 }
 
-void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, int64_t n_rows, int64_t limit,
-                bool has_windows) {
-  STD_TORCH_CHECK(positions.dim() == 1 && positions.size(0) == n_rows && positions.is_contiguous() &&
-                      positions.scalar_type() == ScalarType::Long,
-                  "decode_blocks: positions must be [", n_rows, "] int64, contiguous");
-  STD_TORCH_CHECK(!prefixes || (prefixes->dim() == 2 && prefixes->size(0) == 3 && prefixes->size(1) == n_rows &&
-                                prefixes->is_contiguous() && prefixes->scalar_type() == ScalarType::Long),
-                  "decode_blocks: prefixes must be [3, ", n_rows, "] int64, contiguous");
-  const int64_t *all = positions.const_data_ptr<int64_t>(),
-                *shared = prefixes ? prefixes->const_data_ptr<int64_t>() + n_rows : nullptr;
-  for (int64_t i = 0; i < n_rows; ++i) {
-    STD_TORCH_CHECK(all[i] >= 0 && all[i] < limit, "decode_blocks: position ", all[i], " of ", limit);
-    STD_TORCH_CHECK(!shared || (shared[i] >= 0 && shared[i] <= all[i]), "decode_blocks: row ", i, " at position ",
-                    all[i], " shares ", shared ? shared[i] : 0, " tokens");
-    const int64_t holder = shared ? shared[n_rows + i] : i;
-    STD_TORCH_CHECK(holder == i || (holder >= 0 && holder < n_rows && !has_windows), "decode_blocks: row ", i,
-                    " cannot read what row ", holder, " holds");
-  }
-}
-
-// Rows of a slot are consecutive, and so are their positions.
-void check_slots(const Tensor& slots, const Tensor& positions, int64_t n_slots, bool has_prefixes) {
-  const int64_t n_rows = positions.size(0);
-  STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == n_rows && slots.is_contiguous() &&
-                      slots.scalar_type() == ScalarType::Long && !has_prefixes,
-                  "decode_blocks: slots must be [", n_rows, "] int64, contiguous, without prefixes");
-  const int64_t *own = slots.const_data_ptr<int64_t>(), *at = positions.const_data_ptr<int64_t>();
-  std::vector<bool> is_known(n_slots);
-  for (int64_t i = 0; i < n_rows; ++i) {
-    STD_TORCH_CHECK(own[i] >= 0 && own[i] < n_slots, "decode_blocks: slot ", own[i], " of ", n_slots);
-    const bool follows = i > 0 && own[i] == own[i - 1];
-    STD_TORCH_CHECK(follows ? at[i] == at[i - 1] + 1 : !is_known[own[i]], "decode_blocks: row ", i, " of slot ", own[i],
-                    " at position ", at[i], " does not follow the row before");
-    is_known[own[i]] = true;
-  }
-}
-
-void check_sizes(std::initializer_list<int64_t> sizes) {
-  for (const int64_t size : sizes) {
-    STD_TORCH_CHECK(size >= 0 && size <= kMaxSize && size % kPadding == 0, "decode_blocks: size ", size,
-                    " is no multiple of ", kPadding, " up to ", kMaxSize);
-  }
-}
-
-// Of [count, first, n_own, top_k, n_groups, n_used, is_sigmoid, renormalises, inner, shared_inner]; empty without experts.
-Routing checked_routing(const std::vector<int64_t>& sizes, double scale) {
-  if (sizes.empty()) return {};
-  STD_TORCH_CHECK(sizes.size() == 10, "decode_blocks: ", sizes.size(), " numbers about routed experts");
-  const Routing routing{sizes[0],      sizes[1],      sizes[2], sizes[3], sizes[4],
-                        sizes[5],      sizes[6] != 0, sizes[7] != 0, sizes[8], sizes[9],
-                        static_cast<float>(scale)};
-  STD_TORCH_CHECK(routing.count > 0 && routing.count <= kMaxSize && routing.first >= 0 && routing.n_own >= 0 &&
-                      routing.n_own <= routing.count && routing.first <= routing.count - routing.n_own,
-                  "decode_blocks: experts ", routing.first, " + ", routing.n_own, " of ", routing.count);
-  STD_TORCH_CHECK(routing.n_groups > 0 && routing.count % routing.n_groups == 0 && routing.n_used > 0 &&
-                      routing.n_used <= routing.n_groups &&
-                      (routing.n_used == routing.n_groups || routing.count > routing.n_groups),
-                  "decode_blocks: ", routing.n_used, " of ", routing.n_groups, " groups of ", routing.count, " experts");
-  STD_TORCH_CHECK(routing.top_k > 0 && routing.top_k <= routing.count / routing.n_groups * routing.n_used,
-                  "decode_blocks: a token chooses ", routing.top_k, " of ", routing.count, " experts");
-  check_sizes({routing.inner, routing.shared_inner});
-  return routing;
-}
-
-Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, int64_t n_heads, int64_t inner, Sublayers sublayers) {
-  STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
-                      v.numel() == k.numel(),
-                  "decode_blocks: x must be [S, D], k and v [L, slots, K, max_len, d], contiguous");
-  const auto is_known = [](const Tensor& given) {
-    return given.scalar_type() == ScalarType::Float || given.scalar_type() == ScalarType::BFloat16;
-  };
-  STD_TORCH_CHECK(is_known(x) && is_known(k) && k.scalar_type() == v.scalar_type(),
-                  "decode_blocks: x, k and v must be float32 or bfloat16, k and v alike");
-  Shape shape{};
-  shape.has_bf16_cache = k.scalar_type() == ScalarType::BFloat16;
-  shape.hidden = x.size(1), shape.inner = inner, shape.sublayers = sublayers;
-  check_sizes({shape.hidden, inner});
-  STD_TORCH_CHECK(shape.hidden > 0, "decode_blocks: x has no columns");
-  if (sublayers == Sublayers::mlp) return shape;
-  shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3), shape.dim = k.size(4);
-  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads > 0 && n_heads <= kMaxSize && n_heads % shape.n_kv == 0, "decode_blocks: ",
-                  n_heads, " heads over ", shape.n_kv);
-  check_sizes({shape.dim});
-  STD_TORCH_CHECK(shape.dim > 0, "decode_blocks: heads have no columns");
+// The model that the arguments of both operators describe, beside its sizes.
+Shape described(Shape shape, int64_t activation, bool gated, bool parallel, bool layer_norms, bool has_gates,
+                bool norms_projections, double eps, double residual_scale, double scale, double softcap,
+                double query_growth, int64_t growth_period) {
+  STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
+  STD_TORCH_CHECK(activation >= 0 && activation <= 3 && (activation < 3 || gated), "decode_blocks: activation ",
+                  activation);
+  shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
+  shape.layer_norms = layer_norms, shape.has_gates = has_gates, shape.norms_projections = norms_projections;
+  shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
+  shape.softcap = static_cast<float>(softcap), shape.residual_scale = static_cast<float>(residual_scale);
+  shape.query_growth = static_cast<float>(query_growth), shape.growth_period = growth_period;
   return shape;
-}
-
-// The rotation of every layer; `table_of` has the number of its table, or -1.
-std::vector<Rope> ropes_of(const std::vector<Tensor>& angles, const std::vector<int64_t>& table_of, int64_t dim) {
-  std::vector<Rope> ropes;
-  for (const int64_t table : table_of) {
-    STD_TORCH_CHECK(table >= -1 && table < static_cast<int64_t>(angles.size()), "decode_blocks: table ", table, " of ",
-                    angles.size());
-    ropes.push_back(table < 0 ? Rope{nullptr, 0, 0} : checked_rope(angles[table], dim));
-  }
-  return ropes;
-}
-
-// The experts of tokens, [routed layers, S, top_k] int64, or null.
-int64_t* checked_chosen(std::optional<Tensor>& chosen, int64_t n_routed, int64_t n_rows, int64_t top_k) {
-  if (!chosen) return nullptr;
-  STD_TORCH_CHECK(chosen->dim() == 3 && chosen->size(0) == n_routed && chosen->size(1) == n_rows &&
-                      chosen->size(2) == top_k && chosen->is_contiguous() && chosen->scalar_type() == ScalarType::Long,
-                  "decode_blocks: chosen must be [", n_routed, ", ", n_rows, ", ", top_k, "] int64, contiguous");
-  return chosen->mutable_data_ptr<int64_t>();
-}
-
-void check_layers(const std::vector<Tensor>& weights, const std::vector<int64_t>& windows,
-                  const std::vector<int64_t>& routed, const std::vector<int64_t>& table_of, const Tensor& x,
-                  const Tensor& k, const Shape& shape) {
-  const int64_t n_layers = windows.size(), n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
-  const bool is_one = shape.sublayers == Sublayers::both || n_layers == 1;
-  int64_t expected = shape.sublayers == Sublayers::both ? 2 : 0;  // of the final norm
-  if (shape.sublayers != Sublayers::mlp) expected += n_layers * kOfAttention;
-  if (shape.sublayers != Sublayers::attention) expected += n_layers * kOfMlp + n_routed * kOfRouter;
-  STD_TORCH_CHECK(is_one && (shape.sublayers == Sublayers::mlp || n_layers == k.size(0)) &&
-                      static_cast<int64_t>(table_of.size()) == n_layers &&
-                      static_cast<int64_t>(routed.size()) == n_layers &&
-                      static_cast<int64_t>(weights.size()) == expected && (n_routed == 0 || shape.routing.count > 0),
-                  "decode_blocks: ", weights.size(), " weights, ", n_layers, " windows and ", table_of.size(),
-                  " tables of ", k.size(0), " layers");
 }
 
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
@@ -342,30 +169,134 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
   STD_TORCH_CHECK(sublayers >= 0 && sublayers <= 2, "decode_blocks: sublayers ", sublayers);
   Shape shape = checked_shape(x, k, v, n_heads, inner, static_cast<Sublayers>(sublayers));
   shape.routing = checked_routing(routing, expert_scale);
-  check_layers(weights, windows, routed, table_of, x, k, shape);
-  STD_TORCH_CHECK(query_growth == 0 || growth_period > 0, "decode_blocks: growth_period ", growth_period);
-  STD_TORCH_CHECK(activation >= 0 && activation <= 3 && (activation < 3 || gated), "decode_blocks: activation ",
-                  activation);
-  shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
-  shape.layer_norms = layer_norms, shape.has_gates = has_gates, shape.norms_projections = norms_projections;
-  shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
-  shape.softcap = static_cast<float>(softcap), shape.residual_scale = static_cast<float>(residual_scale);
-  shape.query_growth = static_cast<float>(query_growth), shape.growth_period = growth_period;
-  std::vector<Rope> ropes(windows.size());
+  check_layers(weights, windows, routed, table_of, k, shape);
+  shape = described(shape, activation, gated, parallel, layer_norms, has_gates, norms_projections, eps, residual_scale,
+                    scale, softcap, query_growth, growth_period);
+  BlockList blocks{weights, std::vector<Rope>(windows.size()), windows, routed, static_cast<float>(offset)};
   if (shape.sublayers != Sublayers::mlp) {
-    ropes = ropes_of(angles, table_of, shape.dim);
-    int64_t limit = shape.max_len;
-    for (const Rope& rope : ropes) limit = rope.angles ? std::min(limit, rope.count) : limit;
-    const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
+    blocks.ropes = ropes_of(angles, table_of, shape.dim);
     STD_TORCH_CHECK(slots || k.size(1) >= x.size(0), "decode_blocks: ", x.size(0), " rows of ", k.size(1), " slots");
-    check_rows(positions, prefixes, x.size(0), limit, has_windows);
+    STD_TORCH_CHECK(positions.dim() == 1 && positions.size(0) == x.size(0) && positions.is_contiguous() &&
+                        positions.scalar_type() == ScalarType::Long,
+                    "decode_blocks: positions must be [", x.size(0), "] int64, contiguous");
+    check_rows(positions.const_data_ptr<int64_t>(), prefixes, x.size(0), limit_of(shape, blocks.ropes), has_windows(windows));
     if (slots) check_slots(*slots, positions, k.size(1), prefixes.has_value());
   }
-  const int64_t n_routed = std::count_if(routed.begin(), routed.end(), [](int64_t is) { return is != 0; });
-  const Inputs inputs{x, positions, prefixes, slots, k, v, checked_chosen(chosen, n_routed, x.size(0), shape.routing.top_k)};
+  const Inputs inputs{x, positions, prefixes, slots, k, v, checked_chosen(chosen, blocks.n_routed(), x.size(0), shape.routing.top_k)};
   Tensor result = torch::stable::new_empty(x, {x.size(0), x.size(1)});
-  const auto all = x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>;
-  if (x.size(0) > 0) all(shape, weights, ropes, windows, routed, static_cast<float>(offset), inputs, result);
+  if (x.size(0) > 0) (x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>)(shape, blocks, inputs, result);
+  return result;
+}
+
+// The rows of `state`, [6, S]: last token, position, prompt number, sample, token count, limit of the count.
+std::vector<LiveRow> checked_state(const Tensor& state, int64_t n_steps, int64_t n_tokens, int64_t n_slots, int64_t limit) {
+  STD_TORCH_CHECK(state.dim() == 2 && state.size(0) == 6 && state.is_contiguous() && state.scalar_type() == ScalarType::Long &&
+                      state.size(1) <= n_slots,
+                  "decode_steps: state must be [6, S <= ", n_slots, "] int64, contiguous");
+  const int64_t n_rows = state.size(1), *all = state.const_data_ptr<int64_t>();
+  std::vector<LiveRow> rows;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    const auto at = [&](int64_t column) { return all[column * n_rows + i]; };
+    const LiveRow& row = rows.emplace_back(LiveRow{i, at(0), at(1), at(2), at(3), at(4), at(5)});
+    STD_TORCH_CHECK(row.token >= 0 && row.token < n_tokens, "decode_steps: token ", row.token, " of ", n_tokens);
+    STD_TORCH_CHECK(row.position >= 0 && row.count >= 0 && row.limit > row.count,
+                    "decode_steps: row ", i, " at position ", row.position, " has ", row.count, " of ", row.limit, " tokens");
+    const int64_t steps = std::min(n_steps, row.limit - row.count);
+    STD_TORCH_CHECK(row.position <= limit - steps, "decode_steps: row ", i, " makes ", steps, " steps from position ",
+                    row.position, " of ", limit);
+  }
+  return rows;
+}
+
+template <typename scalar_t>
+Ends<scalar_t> checked_ends(const Tensor& embed, const std::optional<Tensor>& of_positions, const Tensor& head,
+                            const Tensor& stops, int64_t vocab) {
+  const ScalarType type = embed.scalar_type();
+  STD_TORCH_CHECK(!of_positions || (of_positions->dim() == 2 && of_positions->size(1) == embed.size(1) &&
+                                    of_positions->is_contiguous() && of_positions->scalar_type() == type),
+                  "decode_steps: of_positions must be [P, ", embed.size(1), "], contiguous, of the type of embed");
+  STD_TORCH_CHECK(vocab > 0 && vocab <= embed.size(0) && head.dim() == 3 && head.is_contiguous() &&
+                      head.size(0) == (vocab - 1) / kPadding + 1 && head.size(1) == embed.size(1) &&
+                      head.size(2) == kPadding && head.scalar_type() == type,
+                  "decode_steps: head must be tiles of [", vocab, ", ", embed.size(1), "], of the type of embed");
+  STD_TORCH_CHECK(stops.dim() == 1 && stops.is_contiguous() && stops.scalar_type() == ScalarType::Long,
+                  "decode_steps: stops must be [n] int64, contiguous");
+  Ends<scalar_t> ends{};
+  ends.embed = static_cast<const scalar_t*>(embed.const_data_ptr());
+  ends.of_positions = of_positions ? static_cast<const scalar_t*>(of_positions->const_data_ptr()) : nullptr;
+  const TileType tiles = type == ScalarType::Float ? TileType::float32 : TileType::bfloat16;
+  ends.head = {static_cast<const char*>(head.const_data_ptr()), tiles, nullptr, padded(vocab), embed.size(1)};
+  ends.vocab = vocab, ends.stops = stops.const_data_ptr<int64_t>(), ends.n_stops = stops.numel();
+  return ends;
+}
+
+struct StepOptions {
+  int64_t n_steps, vocab, seed, min_count, top_k;
+  double temperature, top_p, first_scale, second_scale, logit_scale;
+};
+
+template <typename scalar_t>
+void run_steps(const Shape& shape, const BlockList& blocks, const std::vector<LiveRow>& rows, const Tensor& embed,
+               const std::optional<Tensor>& of_positions, const Tensor& head, const Tensor& stops,
+               const std::optional<Tensor>& prefixes, const StepOptions& options, Tensor& k, Tensor& v, double* out) {
+  Ends<scalar_t> ends = checked_ends<scalar_t>(embed, of_positions, head, stops, options.vocab);
+  ends.scales[0] = static_cast<float>(options.first_scale), ends.scales[1] = static_cast<float>(options.second_scale);
+  ends.logit_scale = static_cast<float>(options.logit_scale);
+  ends.seed = options.seed, ends.min_count = options.min_count;
+  ends.rule = {static_cast<float>(options.temperature), options.top_k < options.vocab ? options.top_k : 0, options.top_p,
+               ends.stops, ends.n_stops};
+  for (int64_t i = 0; i < (ends.min_count > 0 ? ends.n_stops : 0); ++i) {
+    STD_TORCH_CHECK(ends.stops[i] >= 0 && ends.stops[i] < ends.vocab, "decode_steps: token ", ends.stops[i],
+                    " is forbidden, but the vocabulary has ", ends.vocab);
+  }
+  Reader<scalar_t> reader(blocks.weights, blocks.offset, shape.layer_norms);
+  const auto layers = read_layers(reader, shape, blocks, k, v, nullptr, 0);
+  Stage<scalar_t> stage{};
+  stage.layers = layers.data(), stage.n_layers = layers.size(), stage.final_norm = reader.norm(shape.hidden);
+  stage.prefixes = prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr;
+  const auto of_blocks = best_isa<RunStage<scalar_t>>(REALHF_ALL_ISAS(run_stage));
+  const auto product = best_isa<typename RowSteps<scalar_t>::Product>(REALHF_ALL_ISAS(tiled_gemm));
+  const auto run_rows = [&](int64_t from, int64_t stop, const Team& team) {
+    std::vector<LiveRow> own(rows.begin() + from, rows.begin() + stop);
+    RowSteps<scalar_t>(shape, stage, ends, of_blocks, product, std::move(own), rows.size(), team)
+        .run(options.n_steps, out);
+  };
+  divide_rows(layers, rows.size(), run_rows, [](int64_t row) { return row; });
+}
+
+// [n_steps, 3, S] float64: tokens (kSkipped after a row's end) and two log-probabilities.
+Tensor decode_steps_cpu(const Tensor& state, const Tensor& embed, const std::optional<Tensor>& of_positions,
+                        const Tensor& head, const Tensor& stops, int64_t n_steps, int64_t vocab, int64_t seed,
+                        int64_t min_count, double temperature, int64_t top_k, double top_p, double first_scale,
+                        double second_scale, double logit_scale, std::vector<Tensor> weights, Tensor k, Tensor v,
+                        const std::optional<Tensor>& prefixes, std::vector<Tensor> angles, std::vector<int64_t> table_of,
+                        std::vector<int64_t> windows, std::vector<int64_t> routed, std::vector<int64_t> routing,
+                        int64_t n_heads, int64_t inner, int64_t activation, bool gated, bool parallel, bool layer_norms,
+                        bool has_gates, bool norms_projections, double eps, double offset, double residual_scale,
+                        double scale, double softcap, double query_growth, int64_t growth_period, double expert_scale) {
+  Shape shape = checked_shape(embed, k, v, n_heads, inner, Sublayers::both);
+  shape.routing = checked_routing(routing, expert_scale);
+  check_layers(weights, windows, routed, table_of, k, shape);
+  shape = described(shape, activation, gated, parallel, layer_norms, has_gates, norms_projections, eps, residual_scale,
+                    scale, softcap, query_growth, growth_period);
+  STD_TORCH_CHECK(n_steps > 0 && n_steps <= shape.max_len, "decode_steps: ", n_steps, " steps of ", shape.max_len);
+  STD_TORCH_CHECK(temperature >= 0.0 && top_k >= 0 && top_p > 0.0 && top_p <= 1.0,
+                  "decode_steps: need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got ", temperature, ", ", top_k, ", ",
+                  top_p);
+  const BlockList blocks{weights, ropes_of(angles, table_of, shape.dim), windows, routed, static_cast<float>(offset)};
+  int64_t limit = limit_of(shape, blocks.ropes);
+  if (of_positions) limit = std::min(limit, of_positions->size(0));
+  const std::vector<LiveRow> rows = checked_state(state, n_steps, embed.size(0), k.size(1), limit);
+  const int64_t n_rows = rows.size();
+  check_rows(state.const_data_ptr<int64_t>() + n_rows, prefixes, n_rows, limit, has_windows(windows));
+  Tensor result = torch::stable::new_empty(state, {n_steps, 3, n_rows}, ScalarType::Double);
+  std::fill_n(result.mutable_data_ptr<double>(), result.numel(), static_cast<double>(kSkipped));
+  const StepOptions options{n_steps,     vocab, seed,        min_count,    top_k,
+                            temperature, top_p, first_scale, second_scale, logit_scale};
+  const auto all = embed.scalar_type() == ScalarType::Float ? run_steps<float> : run_steps<BFloat16>;
+  if (n_rows > 0) {
+    all(shape, blocks, rows, embed, of_positions, head, stops, prefixes, options, k, v, result.mutable_data_ptr<double>());
+  }
   return result;
 }
 
@@ -379,8 +310,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
       " int n_heads, int inner, int activation, bool gated, bool parallel, bool layer_norms,"
       " bool has_gates, bool norms_projections, float eps, float offset, float residual_scale, float scale,"
       " float softcap, float query_growth, int growth_period, float expert_scale) -> Tensor");
+  library.def(
+      "decode_steps(Tensor state, Tensor embed, Tensor? of_positions, Tensor head, Tensor stops, int n_steps, int vocab,"
+      " int seed, int min_count, float temperature, int top_k, float top_p, float first_scale, float second_scale,"
+      " float logit_scale, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor? prefixes, Tensor[] angles,"
+      " int[] table_of, int[] windows, int[] routed, int[] routing, int n_heads, int inner, int activation, bool gated,"
+      " bool parallel, bool layer_norms, bool has_gates, bool norms_projections, float eps, float offset,"
+      " float residual_scale, float scale, float softcap, float query_growth, int growth_period, float expert_scale)"
+      " -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {
   library.impl("decode_blocks", TORCH_BOX(&realhf::decode_blocks_cpu));
+  library.impl("decode_steps", TORCH_BOX(&realhf::decode_steps_cpu));
 }

@@ -25,6 +25,7 @@ from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterL
 from realhf.models.bound_weights import BoundWeights, StageWeights, count_heads
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused.fused_blocks import DecodeStep, TiledBlocks, fuse_blocks, tiled_blocks
+from realhf.models.fused.fused_steps import FusedSteps, fused_steps
 from realhf.models.fused.tiles import pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
@@ -85,6 +86,7 @@ class Transformer:
         self._bound_with_grad = False
         self._tiled_blocks: TiledBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
+        self.fused_steps: FusedSteps | None = None
         sums = len(self._routers), 2 + config.n_experts
         self._router_sums = torch.zeros(sums, dtype=torch.float64, device=self.device)
         self.on_backward: Callable[[int, Tensor], None] | None = None
@@ -220,10 +222,12 @@ class Transformer:
         self._tiled_blocks, head = tiled_blocks(self.weights.fused, dtype), self.weights.head
         if self._tiled_blocks is not None and head is not None:
             self._tiled_head = pack_tiles(head.detach())
+        if self.tp.size == 1:
+            self.fused_steps = fused_steps(self.config, self.weights, self._tiled_blocks, self._tiled_head)
         try:
             yield
         finally:
-            self._tiled_blocks = self._tiled_head = None
+            self._tiled_blocks = self._tiled_head = self.fused_steps = None
 
     @property
     def supports_shared_prefixes(self) -> bool:
@@ -302,16 +306,10 @@ class Transformer:
         return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks, self._places)
 
     def _run(
-        self,
-        x: Tensor,
-        n_tokens: int,
-        attend: PassAttention,
-        router_loss: RouterLoss | None = None,
-        observe: Callable[[str, Tensor], None] | None = None,
-        routing: Routing | None = None,
-        dropout: Dropout | None = None,
-        blocks: range | None = None,
-    ) -> Tensor:
+        self, x: Tensor, n_tokens: int, attend: PassAttention, router_loss: RouterLoss | None = None,
+        observe: Callable[[str, Tensor], None] | None = None, routing: Routing | None = None,
+        dropout: Dropout | None = None, blocks: range | None = None,
+    ) -> Tensor:  # fmt: skip
         weights, blocks = self.weights, range(len(self.layers)) if blocks is None else blocks
         recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
         context = self._context(n_tokens, attend, router_loss, routing, dropout, recompute is Recompute.selective)

@@ -52,6 +52,9 @@ SHAPES: Mapping[str, Callable[..., object]] = {
     ),
     "adamw_": _in_place,
     "decode_blocks": _like(0),
+    "decode_steps": lambda state, embed, places, head, stops, n_steps, *_: state.new_empty(
+        (n_steps, 3, state.shape[1]), dtype=torch.float64
+    ),
     "tiled_linear": lambda x, tiles, n_outs: x.new_empty((x.shape[0], n_outs), dtype=torch.float32),
     "delta_step": lambda projected, conv, a_log, dt_bias, norm, tails, states, _: projected.new_empty(
         (projected.shape[0], states.shape[1] * states.shape[3])

@@ -6,7 +6,7 @@ from torch import Tensor
 from realhf.ops import extension
 
 
-def _int64(x: int) -> int:
+def as_int64(x: int) -> int:
     """Return the lowest 64 bits as a two's complement integer."""
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >> 63 else x
@@ -14,8 +14,8 @@ def _int64(x: int) -> int:
 
 NO_TOKEN = -1
 """The sampled token of a row whose logits are not finite."""
-_INCREMENT = _int64(0x9E3779B97F4A7C15)
-_FACTORS = (_int64(0xBF58476D1CE4E5B9), _int64(0x94D049BB133111EB))
+_INCREMENT = as_int64(0x9E3779B97F4A7C15)
+_FACTORS = (as_int64(0xBF58476D1CE4E5B9), as_int64(0x94D049BB133111EB))
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
@@ -34,18 +34,18 @@ def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> T
     kernel = extension.kernel("counter_uniform", prompts.device.type)
     if kernel is None:
         return uniform_reference(seed, prompts, samples, positions)
-    return kernel(_int64(seed), prompts, samples, positions)
+    return kernel(as_int64(seed), prompts, samples, positions)
 
 
 def mix_seed(seed: int) -> int:
     """Return a number x such that ``uniform(0, prompts ^ x, ...)`` equals ``uniform(seed, prompts, ...)``."""
-    first, zero = _mix(torch.tensor([_int64(seed + _INCREMENT), _INCREMENT])).tolist()
+    first, zero = _mix(torch.tensor([as_int64(seed + _INCREMENT), _INCREMENT])).tolist()
     return int(first ^ zero)
 
 
 def uniform_reference(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """The reference implementation of ``uniform``, with identical bits."""
-    state = _mix(torch.full_like(prompts, _int64(seed + _INCREMENT)))
+    state = _mix(torch.full_like(prompts, as_int64(seed + _INCREMENT)))
     for counter in (prompts, samples, positions):
         state = _mix((state ^ counter) + _INCREMENT)
     return _logical_shift_right(state, 11).double() * 2.0**-53

@@ -204,6 +204,23 @@ def decode_blocks(inputs: Inputs) -> list[Any]:
             inputs.pick(0.0, 2.0), *inputs.pick((0.0, 0), (0.5, 4)), inputs.pick(1.0, 2.5)]  # fmt: skip
 
 
+def decode_steps(inputs: Inputs) -> list[Any]:
+    while (given := decode_blocks(inputs))[13] != 0:  # whole blocks
+        pass
+    x, weights, k, v, positions, prefixes, _, *of_blocks = given[:12]
+    hidden, max_len, n_rows, vocab, dtype = x.shape[1], k.shape[3], len(positions), inputs.pick(1, 17, 40), x.dtype
+    limits = [inputs.random.randrange(max_len - position) + 1 for position in positions.tolist()]
+    columns = [inputs.ints(n_rows, 0, vocab), positions, *(inputs.ints(n_rows, -9, 9) for _ in range(2)),
+               torch.zeros(n_rows, dtype=torch.int64), torch.tensor(limits, dtype=torch.int64)]  # fmt: skip
+    make = lambda *shape: inputs.floats(*shape, dtype=dtype)
+    places = inputs.pick(None, make(max_len, hidden))
+    head, stops = make(-(-vocab // 16), hidden, 16), inputs.ints(inputs.pick(0, 1, 3), 0, vocab)
+    rule = inputs.pick(0.0, 1.0, 0.7), inputs.pick(0, 3, 99), inputs.pick(1.0, 0.8)
+    return [torch.stack(columns), make(vocab, hidden), places, head, stops, inputs.random.randrange(max_len) + 1, vocab,
+            inputs.random.getrandbits(60), inputs.pick(0, 2), *rule, inputs.pick(1.0, 4.0), inputs.pick(1.0, 0.5),
+            inputs.pick(1.0, 0.5), weights, k, v, prefixes, *of_blocks, *given[14:]]  # fmt: skip
+
+
 def _routing(inputs: Inputs) -> list[int]:
     """Return the numbers about experts: all, the first own one, own ones, chosen ones, groups, used ones, ..."""
     n_groups, size = inputs.pick(1, 1, 3), inputs.pick(2, 3, 17)
@@ -337,8 +354,8 @@ CASES: dict[str, Callable[[Inputs], list[Any]]] = {
     make.__name__: make
     for make in (activate, activate_backward, adamw_, rms_norm, rms_norm_backward, packed_attention, delta_step,
                  delta_rule, delta_rule_backward, causal_conv_silu, causal_conv_silu_backward,
-                 packed_attention_backward, decode_blocks, packed_gae, gae_2d, slice_intervals, set_intervals,
-                 logit_stats, logit_slopes_, sample_tokens, counter_uniform, copy_box_, tiled_linear)
+                 packed_attention_backward, decode_blocks, decode_steps, packed_gae, gae_2d, slice_intervals,
+                 set_intervals, logit_stats, logit_slopes_, sample_tokens, counter_uniform, copy_box_, tiled_linear)
 }  # fmt: skip
 
 

@@ -77,6 +77,22 @@ class StageShape:
     inner: int
     routing: tuple[int, ...]
 
+    def of_blocks(self, longest: int, at: slice = slice(None)) -> tuple[object, ...]:
+        """Return the kernels' arguments about blocks of rows up to a length."""
+        windows = [rule.window for rule in self.rules[at]]
+        return self.rotary.tables(longest), self.rotary.table_of[at], windows, self.routed[at], self.routing
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """The kernels' arguments about the model."""
+        config, rule = self.config, self.rules[0]
+        return (
+            self.n_heads, self.inner, DECODE_ACTIVATIONS[config.activation], config.mlp == "gated",
+            config.parallel_residual, config.norm == "layer", config.attention_gate, config.qk_norm == "full",
+            config.norm_eps, config.norm_offset, config.residual_scale, rule.scale_for(config.head_dim), rule.softcap,
+            *config.query_growth, config.expert_scale,
+        )  # fmt: skip
+
     def choices(self, step: DecodeStep, blocks: range) -> Tensor | None:
         """Return a tensor for the experts of tokens in the routed ones of ``blocks``, None if they are not recorded."""
         if step.routing is None or not (n_routed := sum(self.routed[blocks.start : blocks.stop])):
@@ -85,19 +101,15 @@ class StageShape:
 
     def call(self, x: Tensor, step: DecodeStep, sublayer: int, blocks: range, weights: Sequence[Tensor]) -> Tensor:
         """Compute sublayers of consecutive blocks, and tell ``step.routing`` the experts of tokens."""
-        config, rule, at = self.config, self.rules[0], slice(blocks.start, blocks.stop)
+        at = slice(blocks.start, blocks.stop)
         keys, chosen = (step.cache.k, step.cache.v), None if sublayer == ATTENTION else self.choices(step, blocks)
         if sublayer != BOTH:
             place = self.places[blocks.start]
             own = slice(place, place + 1) if sublayer == ATTENTION else slice(0)
             keys = keys[0][own], keys[1][own]
         result: Tensor = extension.required("decode_blocks", x.device.type)(
-            x, weights, *keys, step.positions, step.prefixes, step.slots, self.rotary.tables(step.longest),
-            self.rotary.table_of[at], [rule.window for rule in self.rules[at]], self.routed[at], self.routing,
-            chosen, sublayer, self.n_heads, self.inner, DECODE_ACTIVATIONS[config.activation], config.mlp == "gated",
-            config.parallel_residual, config.norm == "layer", config.attention_gate,
-            config.qk_norm == "full", config.norm_eps, config.norm_offset, config.residual_scale,
-            rule.scale_for(config.head_dim), rule.softcap, *config.query_growth, config.expert_scale,
+            x, weights, *keys, step.positions, step.prefixes, step.slots, *self.of_blocks(step.longest, at), chosen,
+            sublayer, *self.numbers,
         )  # fmt: skip
         if chosen is not None and step.routing is not None:
             for index, experts in zip((i for i in blocks if self.routed[i]), chosen, strict=True):
@@ -118,8 +130,12 @@ class TiledBlocks:
 
         Intermediate values are float32 for any type of ``x``. The stage must be fused as a whole.
         """
-        weights = [*chain.from_iterable(chain.from_iterable(self.sublayers)), *self.final_norm]
-        return self.shape.call(x, step, BOTH, range(len(self.sublayers)), weights)
+        return self.shape.call(x, step, BOTH, range(len(self.sublayers)), self.weights)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Those of all blocks and of the final norm."""
+        return [*chain.from_iterable(chain.from_iterable(self.sublayers)), *self.final_norm]
 
     def run_sublayers(self, x: Tensor, step: DecodeStep, blocks: Sequence[Block], context: ForwardContext) -> Tensor:
         """Return the hidden states after all blocks, before the final norm; those without kernels get ``context``."""

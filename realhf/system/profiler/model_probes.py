@@ -40,6 +40,7 @@ PASSES = ((2, 64, 64), (24, 64, 64), (8, 64, 64), (6, 256, 256), (24, 40, 109), 
 DECODING = ((1, 16), (8, 16), (8, 256), (32, 64), (64, 256), (128, 32), (16, 700))
 """Rows and context length."""
 DECODE_STEPS = 12
+STEPS_AT_ONCE = 4  # of a kernel that makes several decoding steps
 GROUP_SIZE = 8
 TINY_MODEL = ModelConfig("llama", 1, 256, 4, 4, 64, 512, 32, 256)
 """Negligible weights, but matrices large enough for libraries to allocate their workspace."""
@@ -230,7 +231,9 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
         group.advance(group.forward(None))
         whole, inner = [], []
         with model.decoding():
-            for _ in range(DECODE_STEPS):
+            if model.fused_steps is not None:
+                group.steps_per_wait = STEPS_AT_ONCE
+            for _ in range(DECODE_STEPS // group.steps_per_wait):
                 start = clock()
                 sampled = group.forward(None)
                 middle = clock()
@@ -238,8 +241,8 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
                 end = clock()
                 last, positions, *_ = group.slots.inputs
                 model.decode(last, positions, group.cache, x)
-                whole.append(end - start)
-                inner.append(clock() - middle)
+                whole.append((end - start) / group.steps_per_wait)
+                inner.append((end - middle) / group.steps_per_wait + clock() - end)
         return [median(whole), median(inner)]
 
     mean_context = cached + 1 + DECODE_STEPS / 2

@@ -17,6 +17,7 @@ from realhf.models.engine.decode.cuda_graphs import (
 from realhf.models.engine.decode.lookup import PromptLookup, Proposal
 from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.engine.nonfinite import nonfinite_logits
+from realhf.models.fused.fused_steps import FusedSteps
 from realhf.models.transformer import Transformer
 from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.rows import on_device
@@ -105,6 +106,8 @@ class DecodeGroup:
             proposal = self._lookup.propose(slots.rows.tolist(), slots.last.tolist(), slots.room.tolist())
             if proposal is not None:
                 return self._verify(proposal)
+        if slots.prefill is None and self._lookup is None and self.cache.experts is None and self.model.fused_steps:
+            return self._decode_steps(self.model.fused_steps)
         if slots.prefill is None:
             inputs = slots.inputs
             hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, self._prefixes(), slots.longest)
@@ -115,6 +118,13 @@ class DecodeGroup:
         tokens, *logprobs = self._sample(hidden, self.request.seed, *slots.counters)
         self.logprobs.append((logprobs[0], logprobs[1]))
         return tokens
+
+    def _decode_steps(self, steps: FusedSteps) -> Tensor:
+        """Make several steps of a whole model on a CPU, ``[k, 3, S]``."""
+        slots, request = self.slots, self.request
+        state, n_steps = torch.from_numpy(slots.state(0)), min(self.steps_per_wait, slots.most_steps)
+        return steps.run(state, self.cache, slots.prefixes, slots.longest, n_steps, request.config, request.seed,
+                         request.stop_tokens)  # fmt: skip
 
     def _verify(self, proposal: Proposal) -> Tensor:
         """Compute proposed tokens and return those that are kept, as several steps: ``[k, 3, S]``."""
@@ -192,10 +202,8 @@ class DecodeGroup:
         host = sampled.cpu()
         if host.dim() == 1:
             self._append(host)
-        for step in host if host.dim() > 1 else ():
-            tokens, *logprobs = step[:, step[0] != SKIPPED].unbind()
-            self._append(tokens.long(), np.flatnonzero((step[0] != SKIPPED).numpy()))
-            self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
+        else:
+            self._append_steps(host)
         if self.cache.experts is not None:
             rows, counts, where = self.slots.finished_tokens()
             slots, positions = on_device(torch.from_numpy(where), self.cache.k.device)
@@ -204,16 +212,26 @@ class DecodeGroup:
             self._lookup.end(self.slots.finished_rows())
         self.cache.copy_slots(self.slots.end_turn())
 
-    def _append(self, tokens: Tensor, indices: np.ndarray | None = None) -> None:
+    def _append(self, tokens: Tensor) -> None:
         if len(tokens) and int(tokens.min()) == NO_TOKEN:
-            index = int(tokens.argmin())
-            raise nonfinite_logits(
-                self.model, self.request, *self.slots.history(index if indices is None else int(indices[index]))
-            )
-        self._tell_lookup(tokens, indices)
-        self.slots.append(tokens, indices)
+            raise nonfinite_logits(self.model, self.request, *self.slots.history(int(tokens.argmin())))
+        self._tell_lookup(tokens)
+        self.slots.append(tokens)
 
-    def _tell_lookup(self, tokens: Tensor, indices: np.ndarray | None) -> None:
+    def _append_steps(self, steps: Tensor) -> None:
+        """Record several steps of all rows, ``[k, 3, S]``."""
+        tokens = steps[:, 0].long()
+        is_new = tokens != SKIPPED
+        if (is_wrong := tokens == NO_TOKEN).any():
+            step, index = is_wrong.nonzero()[0].tolist()
+            row, before = self.slots.history(index)
+            raise nonfinite_logits(self.model, self.request, row, [*before, *tokens[:step, index].tolist()])
+        for own, step in zip(is_new, tokens, strict=True) if self._lookup is not None else ():
+            self._tell_lookup(step[own], own.numpy().nonzero()[0])
+        self.slots.append_steps(tokens, is_new)
+        self.logprobs.append((steps[:, 1][is_new].float(), steps[:, 2][is_new].float()))
+
+    def _tell_lookup(self, tokens: Tensor, indices: np.ndarray | None = None) -> None:
         if self._lookup is None:
             return
         slots, request = self.slots, self.request

@@ -166,7 +166,7 @@ class SlotTable:
         self._table, self.n_live = table, table.shape[1]
         self.last, self.positions, _, _, self._counts, self.rows, self._limits, self.owners = table
         self._starts = self.positions - self._counts + 1
-        self._finished: list[IntTable] = []
+        self._finished = np.empty(0, np.int64)
         self._prefixes: Tensor | None = None
 
     @property
@@ -237,16 +237,29 @@ class SlotTable:
         self.append(tokens)
         return self.end_turn()
 
-    def append(self, tokens: Tensor, indices: IntTable | None = None) -> None:
-        """Record a step's tokens: one of every sampling row or, after its first step, of those with these indices."""
-        slots, new = self.sampling(indices), tokens.numpy()
+    def append(self, tokens: Tensor) -> None:
+        """Record a step's tokens, one of every sampling row."""
+        slots, new = self.sampling(), tokens.numpy()
         self.sampled.append((torch.from_numpy(self.rows[slots]), tokens))
         self.last[slots] = new
         self.positions[slots] += 1
         self._counts[slots] += 1
-        stopped = (new[:, None] == self._stops).any(1)
-        finished = np.flatnonzero(stopped | (self._counts[slots] >= self._limits[slots]))
-        self._finished.append(slots[finished])
+        self._finished = slots[self._ends(slots)]
+
+    def append_steps(self, tokens: Tensor, is_new: Tensor) -> None:
+        """Record several steps of all rows, ``[k, n_live]``; a row has new tokens in the first ones."""
+        new, mask = tokens.numpy(), is_new.numpy()
+        counts = mask.sum(0)
+        self.sampled.append((torch.from_numpy(np.broadcast_to(self.rows, new.shape)[mask]), tokens[is_new]))
+        self.last[:] = new[counts - 1, np.arange(self.n_live)]
+        self.positions += counts
+        self._counts += counts
+        self._finished = np.flatnonzero(self._ends(np.arange(self.n_live)))
+
+    def _ends(self, slots: IntTable) -> npt.NDArray[np.bool_]:
+        """Return which rows have ended with their last token."""
+        stopped: npt.NDArray[np.bool_] = (self.last[slots, None] == self._stops).any(1)
+        return stopped | (self._counts[slots] >= self._limits[slots])
 
     def sampling(self, indices: IntTable | None = None) -> IntTable:
         """Return the slots of this turn's samples, or of those with some indices."""
@@ -255,7 +268,7 @@ class SlotTable:
 
     def finished_rows(self) -> list[int]:
         """Return the rows that finish in this turn."""
-        found: list[int] = self.rows[np.concatenate(self._finished)].tolist()
+        found: list[int] = self.rows[self._finished].tolist()
         return found
 
     def finished_tokens(self) -> tuple[IntTable, IntTable, IntTable]:
@@ -263,7 +276,7 @@ class SlotTable:
 
         The last token of a row is not cached: it is sampled, but not computed.
         """
-        finished = np.sort(np.concatenate(self._finished))
+        finished = self._finished
         counts = self.positions[finished]
         slots, ends = finished.repeat(counts), counts.cumsum()
         positions = np.arange(len(slots)) - (ends - counts).repeat(counts)
@@ -272,9 +285,7 @@ class SlotTable:
 
     def end_turn(self) -> list[SlotMove]:
         """Evict finished rows, schedule the next turn, and return the cache moves before it."""
-        finished = np.sort(np.concatenate(self._finished))
-        self._finished.clear()
-        moves = self._evict(finished) if len(finished) else []
+        moves = self._evict(self._finished) if len(self._finished) else []
         self._schedule()
         return moves
 

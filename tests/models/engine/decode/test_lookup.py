@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.decode import lookup
+from realhf.models.engine.decode.cuda_graphs import SKIPPED
 from realhf.models.engine.decode.lookup import PromptLookup, Proposal, RowText
+from realhf.models.fused.fused_steps import FusedSteps
 from realhf.models.transformer import Transformer
 from realhf.ops import extension
 from tests.models.engine.decode.test_generate import HfModels, responses_of
@@ -54,13 +57,19 @@ class Oracle(RowText):
 @pytest.fixture
 def n_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of tokens of each decoding step."""
-    found, decode = list[int](), Transformer.decode
+    found, decode, several = list[int](), Transformer.decode, FusedSteps.run
 
     def counted(self: Transformer, tokens: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         found.append(len(tokens))
         return decode(self, tokens, *args, **kwargs)
 
+    def each(*args: Any) -> torch.Tensor:
+        steps = several(*args)
+        found.extend((steps[:, 0] != SKIPPED).sum(1).tolist())
+        return steps
+
     monkeypatch.setattr(Transformer, "decode", counted)
+    monkeypatch.setattr(FusedSteps, "run", each)
     yield found
 
 
