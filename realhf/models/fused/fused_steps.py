@@ -4,6 +4,7 @@ A step of a small model takes about as long as the host's operations between two
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
 from realhf.ops.sampling import as_int64
 
+SMALL_BYTES = 1 << 25
+"""Weights of blocks with which several steps take milliseconds, for which turns can wait."""
+
 
 @dataclass(frozen=True)
 class FusedSteps:
@@ -26,6 +30,10 @@ class FusedSteps:
     embed: Tensor
     of_positions: Tensor | None
     head: Tensor
+
+    @cached_property
+    def are_short(self) -> bool:
+        return sum(weight.nbytes for weight in self.blocks.weights) <= SMALL_BYTES
 
     def run(
         self, state: Tensor, cache: KVCache, prefixes: Tensor | None, longest: int, n_steps: int,

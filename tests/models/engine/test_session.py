@@ -139,3 +139,12 @@ def test_new_tokens_together_are_the_same_bits_as_one_by_one(
     monkeypatch.setattr(session_table, "MAX_FED", 1000)
     monkeypatch.setattr(Transformer, "decodes_tokens_together", False)
     assert play(engine) == found
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"greedy": True}])
+def test_several_steps_are_the_same_bits_as_single_ones(
+    options: dict, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [play(engine, delays, *limits, **options) for delays, limits in ((None, (4, 6)), (2, (12, 12)))]
+    monkeypatch.setattr("realhf.models.transformer.fused_steps", lambda *_: None)
+    assert [play(engine, delays, *limits, **options) for delays, limits in ((None, (4, 6)), (2, (12, 12)))] == found

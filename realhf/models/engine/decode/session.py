@@ -68,8 +68,8 @@ class DecodeSession:
             self._record(self._admit(admitted))
         elif self.table.n_live == 0:
             return []
-        elif self._decoder is not None:
-            for step in self._decode_on_device(self._decoder):
+        elif (several := self._several_steps()) is not None:
+            for step in several:
                 self._record(step[:, step[0] != SKIPPED], np.flatnonzero((step[0] != SKIPPED).numpy()))
         else:
             self._record(self._decode())
@@ -115,6 +115,18 @@ class DecodeSession:
 
         hidden = self._through(compute, self.table.n_live)
         return self._sample(hidden if self.model.is_last else None, self.options.seed, inputs[2:])
+
+    def _several_steps(self) -> Tensor | None:
+        """Make up to ``STEPS_PER_WAIT`` steps, ``[k, 3, n]``; None where single steps are used."""
+        if self._decoder is not None:
+            return self._decode_on_device(self._decoder)
+        steps, table = self.model.fused_steps, self.table
+        if steps is None or not steps.are_short or table.tokens_of_step() is not None:
+            return None
+        rule = replace(self.options.config, min_new_tokens=0)
+        n_steps = min(STEPS_PER_WAIT, table.most_steps)
+        return steps.run(self._on_device(table.state), self.cache, None, table.longest, n_steps, rule,
+                         self.options.seed, self.stop_tokens)  # fmt: skip
 
     def _decode_on_device(self, decoder: DeviceDecoder) -> Tensor:
         """Make up to ``STEPS_PER_WAIT`` steps, ``[k, 3, n]``."""
