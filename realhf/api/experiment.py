@@ -91,6 +91,11 @@ class Experiment(ExperimentConfig):
                 found[mfc.name] = options
         return found
 
+    def divided_graph(self) -> Graph:
+        """Return the graph with ``prompts_per_call`` of every MFC."""
+        sizes = {name: options.prompts_per_call for name, options in self.placements().items()}
+        return self.graph().with_batch_sizes({name: size for name, size in sizes.items() if size is not None})
+
     def sampling_options(self) -> GenerationConfig | None:
         """Return the options of generation; None if the experiment does not generate."""
         return None

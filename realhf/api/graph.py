@@ -1,7 +1,7 @@
 """Model function calls (MFCs) and their dataflow graph."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -108,6 +108,15 @@ class Graph:
 
     def __getitem__(self, name: str) -> MFC:
         return next(m for m in (*self.mfcs, *self.evaluation) if m.name == name)
+
+    def with_batch_sizes(self, sizes: Mapping[str, int]) -> "Graph":
+        """Return the graph in which some calls, by name, have no more prompts than ``sizes``."""
+        mfcs = (replace(m, batch_size=min(m.batch_size, sizes.get(m.name, m.batch_size))) for m in self.mfcs)
+        return replace(self, mfcs=tuple(mfcs))
+
+    def is_divided(self, mfc: MFC) -> bool:
+        """Return True if a step has several calls of an MFC."""
+        return mfc.batch_size < max(m.batch_size for m in self.mfcs)
 
     @cached_property
     def eval_graph(self) -> "Graph":

@@ -156,4 +156,10 @@ class MFCConfig:
     device_mesh: str | None = opt(None, "workers, such as node01:0-3 or 0-1 (allocation_mode=manual; default: all)")
     parallel: ParallelConfig = opt(ParallelConfig, "parallel strategy (allocation_mode=manual)")
     mb_spec: MicroBatchConfig = opt(MicroBatchConfig, "micro-batching (any allocation mode)")
+    prompts_per_call: int | None = opt(
+        None,
+        "prompts per call, except for training (default: those of a step); with fewer, calls that read its rows on "
+        "other workers start before the last of them exist (any allocation mode)",
+        COUNT,
+    )
     backend: Backend = opt(Backend.native, "engine of the call: native, or vllm for generation (any allocation mode)")

@@ -101,7 +101,7 @@ def read_run(root: Path) -> RunSpec:
     experiment = load_experiment(experiment_class(stored.experiment), paths.config)
     with damage_reported(paths.config, DAMAGED):
         experiment = located(experiment, stored.snapshots)
-        task, graph, roles = experiment.task, experiment.graph(), experiment.roles()
+        task, graph, roles = experiment.task, experiment.divided_graph(), experiment.roles()
     with damage_reported(paths.plan, DAMAGED):
         digest = sha256(paths.config) + sha256(paths.plan)
         run = RunSpec(stored.experiment, experiment, task, graph, roles, stored.plan, paths, stored.device.value,

@@ -43,7 +43,7 @@ from realhf.data.tokenizer import has_tokenizer, load_tokenizer, same_tokens
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.advice.goals import Goal
-from realhf.plan.compile.allocate import allocate, with_backends
+from realhf.plan.compile.allocate import allocate, division_problems, with_backends
 from realhf.plan.compile.check import key_problems, model_problems, sync_problems
 from realhf.plan.compile.program import with_evaluation
 from realhf.plan.fingerprint import ACCEPTABLE
@@ -196,7 +196,8 @@ def _graph(experiment: Experiment, findings: Findings) -> Graph | None:
     options = experiment.placements() if graph else {}
     findings.infeasible += [f"MFC {m.name}: placements() has no options for it{did_you_mean(m.name, options)}"
                             for m in mfcs if graph and m.name not in options]  # fmt: skip
-    return None if findings.infeasible else graph
+    findings.invalid += division_problems(mfcs, options)
+    return None if findings.infeasible else experiment.divided_graph()
 
 
 def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[EncodedRows, EncodedRows] | None:

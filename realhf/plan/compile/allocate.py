@@ -50,6 +50,18 @@ class _Assignment:
 Requests = tuple[dict[str, _Assignment], list[str]]  # requests by MFC name (or ``*``), and errors
 
 
+def division_problems(mfcs: Sequence[MFC], options: Mapping[str, MFCConfig]) -> list[str]:
+    """Return the values of ``prompts_per_call`` that training does not have, or that would have no effect."""
+    problems = []
+    for mfc in mfcs:
+        size = options[mfc.name].prompts_per_call if mfc.name in options else None
+        if size is not None and mfc.is_train:
+            problems.append(f"{mfc.name}.prompts_per_call={size}: training takes all prompts of a step")
+        elif size is not None and size > mfc.batch_size:
+            problems.append(f"{mfc.name}.prompts_per_call={size}: a step has {mfc.batch_size} prompts")
+    return problems
+
+
 def micro_batching(option: MFCConfig, device: str) -> MicroBatching:
     """Return the micro-batching of a call on ``cpu`` or ``cuda``."""
     given = option.mb_spec.max_tokens_per_mb

@@ -1,7 +1,8 @@
-"""Rows of rollouts ahead of training, sent to where they are needed before the next rollout begins.
+"""Rows of rollouts, sent to where they are needed before the same workers begin the next rollout.
 
-Workers handle requests in order. A worker that has begun the next rollout sends rows only after it. With asynchronous
-rollout, a call that starts as soon as a rollout has finished therefore also gets what later calls read.
+Workers handle requests in order. A worker that has begun the next rollout sends rows only after it. With rollouts ahead
+of training, or several per step, a call that starts as soon as a rollout has finished therefore also gets what later
+calls read.
 """
 
 from collections.abc import Collection
@@ -16,6 +17,11 @@ Call = TypeVar("Call")
 def rollouts_ahead(graph: Graph) -> tuple[MFC, ...]:
     """Return the calls that may be ahead of training: they generate, and need no other call."""
     return tuple(m for m in graph.mfcs if m.kind is Kind.GENERATE and not graph.parents(m))
+
+
+def uninterrupted_rollouts(graph: Graph, max_staleness: int) -> tuple[MFC, ...]:
+    """Return the calls after one of which the next may begin at once: they are ahead of training, or divided."""
+    return tuple(m for m in rollouts_ahead(graph) if max_staleness or graph.is_divided(m))
 
 
 def couriers(graph: Graph, rollout: MFC) -> tuple[MFC, ...]:
@@ -49,13 +55,13 @@ def choose_courier(
 
 
 def forwarded_keys(graph: Graph, plan: ExecutionPlan, max_staleness: int) -> dict[str, tuple[str, ...]]:
-    """Return, by call, the keys of the rows that it gets for later calls; empty without asynchronous rollout."""
+    """Return, by call, the keys of the rows that it gets for later calls."""
 
     def ranks(mfc: MFC) -> frozenset[int]:
         return frozenset(plan[mfc.name].layout.mesh.ranks)
 
     found: dict[str, dict[str, None]] = {}
-    for rollout in rollouts_ahead(graph) if max_staleness else ():
+    for rollout in uninterrupted_rollouts(graph, max_staleness):
         held, available = held_keys(graph, rollout), [(m, ranks(m)) for m in couriers(graph, rollout)]
         for reader in later_readers(graph, rollout):
             if (courier := choose_courier(available, ranks(reader), ranks(rollout))) is not None:
@@ -66,5 +72,5 @@ def forwarded_keys(graph: Graph, plan: ExecutionPlan, max_staleness: int) -> dic
 
 def busy_ranks(graph: Graph, plan: ExecutionPlan, max_staleness: int) -> frozenset[int]:
     """Return the workers that may have begun the next rollout when a call starts."""
-    ahead = rollouts_ahead(graph) if max_staleness else ()
-    return frozenset().union(*(plan[mfc.name].layout.mesh.ranks for mfc in ahead))
+    rollouts = uninterrupted_rollouts(graph, max_staleness)
+    return frozenset().union(*(plan[mfc.name].layout.mesh.ranks for mfc in rollouts))

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.machine import Cost
-from realhf.plan.compile.forwarding import couriers, later_readers, rollouts_ahead
+from realhf.plan.compile.forwarding import couriers, later_readers, uninterrupted_rollouts
 from realhf.plan.compile.program import home_mfc
 from realhf.plan.search.timeline import steady_steps
 
@@ -157,7 +157,7 @@ class Problem:
 
     def _couriers(self, reader: MFC) -> dict[int, tuple[int, ...]]:
         """Return the possible couriers of rows to an MFC, by the rollout that produces them."""
-        rollouts = rollouts_ahead(self.graph) if self.max_staleness else ()
+        rollouts = uninterrupted_rollouts(self.graph, self.max_staleness)
         return {self.number[rollout.name]: tuple(self.number[m.name] for m in couriers(self.graph, rollout))
                 for rollout in rollouts if reader in later_readers(self.graph, rollout)}  # fmt: skip
 

@@ -48,6 +48,12 @@ def test_nothing_is_forwarded_in_vain(staleness: int, workers: dict[str, int]) -
     assert forwarded_keys(GRAPH, plan(**workers), staleness) == {}
 
 
+def test_a_divided_rollout_is_as_one_ahead_of_training() -> None:
+    graph = Graph(tuple(replace(m, batch_size=2 if m == GEN else 4) for m in GRAPH.mfcs))
+    assert forwarded_keys(graph, plan(gen=0), 0) == forwarded_keys(GRAPH, plan(gen=0), 1)
+    assert busy_ranks(graph, plan(gen=2), 0) == {2}
+
+
 def test_a_call_that_needs_recent_weights_is_no_courier() -> None:
     graph = Graph((GEN, VALUES, replace(CRITIC, inputs=("values", "tokens", "logprobs"))))
     placed = ExecutionPlan(2, {m.name: Placement(layout("d1", m.name != "gen")) for m in graph.mfcs})

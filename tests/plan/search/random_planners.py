@@ -28,7 +28,7 @@ def random_planner(seed: int, name: str = "", hardware: Hardware | None = None, 
     """Return a planner of a random experiment; ``hardware`` and ``n_workers`` are random if they are not given."""
     random = Random(f"{seed} {name}")
     experiment = random_experiment(random, name or random.choice(NAMES))
-    graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.planned_sampling()
+    graph, roles, sampling = experiment.divided_graph(), experiment.roles(), experiment.planned_sampling()
     models = {role: replace(random_model(random), head="scalar" if spec.scalar_head else "lm")
               for role, spec in roles.items()}  # fmt: skip
     models |= {role: models[spec.starts_as] for role, spec in roles.items() if spec.starts_as}
@@ -74,7 +74,17 @@ def random_experiment(random: Random, name: str) -> Experiment:
             ppo.ref_ema_eta = None
         if ppo.ref_ema_eta is not None:
             experiment.ref.offload = False
+    divide(experiment, random)
     return experiment
+
+
+def divide(experiment: Experiment, random: Random) -> None:
+    """Let some experiments have several calls per step, except for training."""
+    if random.random() < 0.3:
+        placements = experiment.placements()
+        for mfc in experiment.graph().mfcs:
+            if not mfc.is_train:
+                placements[mfc.name].prompts_per_call = random.choice((None, random.randint(1, mfc.batch_size)))
 
 
 def random_model(random: Random) -> ModelConfig:

@@ -1,7 +1,7 @@
 """A reference simulation in which transfers of rows have the workers and the costs of a problem's tables."""
 
 from realhf.api.program import Transfer
-from realhf.plan.compile.forwarding import choose_courier, couriers, later_readers, rollouts_ahead
+from realhf.plan.compile.forwarding import choose_courier, couriers, later_readers, uninterrupted_rollouts
 from realhf.plan.compile.program import compile_program, instruction_ranks
 from realhf.plan.compile.schedule import Dispatch, MasterState, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
@@ -21,7 +21,8 @@ def seconds_with_table_transfers(planner: Planner, table: Table, problem: Proble
     def senders(number: int, source: int) -> range:
         ranks = {mfc.name: frozenset(options[problem.number[mfc.name]].ranks) for mfc in graph.mfcs}
         reader, rollout = graph.mfcs[number], graph.mfcs[source]
-        if problem.max_staleness and rollout in rollouts_ahead(graph) and reader in later_readers(graph, rollout):
+        rollouts = uninterrupted_rollouts(graph, problem.max_staleness)
+        if rollout in rollouts and reader in later_readers(graph, rollout):
             available = [(mfc, ranks[mfc.name]) for mfc in couriers(graph, rollout)]
             if courier := choose_courier(available, ranks[reader.name], ranks[rollout.name]):
                 return options[problem.number[courier.name]].ranks
