@@ -31,6 +31,7 @@ from realhf.data.protocols import Loss, Outputs
 from realhf.models.engine.native import NativeEngine, build_engine
 
 N_PROMPTS, N_RESPONSES, N_NEW, MEAN = 16, 8, 64, 32
+TURN_S = 1.0
 SIZES = {
     "tiny": (31, lambda: LlamaForCausalLM(LlamaConfig(
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=352,
@@ -156,13 +157,18 @@ def their_step(pair: ModelPair, optimizer: torch.optim.Optimizer) -> None:
 
 
 def in_turns(functions: dict[str, Callable[[int], float]], rounds: int) -> dict[str, float]:
-    """Return the median rate (result per second) of each function, without the first round."""
+    """Return the median rate (result per second) of each function, without the first round.
+
+    A turn is as many calls as take ``TURN_S``.
+    """
     rates: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, run in functions.items():
-            begin = time.perf_counter()
-            result = run(number)
-            rates[name].append(result / (time.perf_counter() - begin))
+            begin, result, seconds = time.perf_counter(), 0.0, 0.0
+            while seconds < TURN_S:
+                result += run(number)
+                seconds = time.perf_counter() - begin
+            rates[name].append(result / seconds)
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 

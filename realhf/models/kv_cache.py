@@ -1,5 +1,6 @@
 """Cached keys and values, with one slot per row that is being generated."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -7,8 +8,11 @@ from torch import Tensor
 
 from realhf.models.attention.delta_mixer import DeltaCache
 from realhf.models.routing import ExpertCache
+from realhf.ops.host_memory import zeros_on_huge_pages
 from realhf.ops.rows import on_device
 
+ON_HUGE_PAGES = 1 << 26
+"""Largest cache on huge pages, of which unwritten tokens may take memory."""
 COPY_BYTES = 1 << 28
 """Limit of the temporary memory of ``copy_slots``."""
 
@@ -39,11 +43,13 @@ class KVCache:
         bf16: bool = False,
     ) -> None:
         self.experts, self.delta = experts, delta
-        new = like.new_zeros if zeroed else like.new_empty
         inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
-        self.both = new(
-            (1 if latent else 2, n_layers, n_slots, *inner, head_dim), dtype=torch.bfloat16 if bf16 else like.dtype
-        )
+        shape = (1 if latent else 2, n_layers, n_slots, *inner, head_dim)
+        dtype = torch.bfloat16 if bf16 else like.dtype
+        if like.device.type == "cpu" and 0 < math.prod(shape) * dtype.itemsize <= ON_HUGE_PAGES:
+            self.both = zeros_on_huge_pages(shape, dtype)
+        else:
+            self.both = (like.new_zeros if zeroed else like.new_empty)(shape, dtype=dtype)
         self.k, self.v = self.both[0], self.both[-1]
         self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
         self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)
