@@ -7,7 +7,8 @@ or 100 ms per call, or 10 ms with a heavy tail (2 % of the calls 300 ms). ``over
 (async methods); ``release``: an episode that waits has no slot, so that 128 episodes are open instead of 16. All
 four run in turns. ``concurrent``: 1,000 open episodes whose environments wait 1 s per call: memory and lost episodes.
 ``tail``: tokens generated per second of single responses whose lengths have a heavy tail (Pareto, exponent 1.2, from 20
-to 1,000 tokens), 8 prompts with 16 responses and 64 slots, with and without ``env.partial_tokens``, in turns.
+to 1,000 tokens), 8 prompts with 16 responses and 64 slots: in two calls without refill (64 rows each wait for their
+longest), in one call that refills slots, and with ``env.partial_tokens``, which refills across steps; in turns.
 ``rewards``: seconds of a step of GRPO with 128 responses of up to 300 tokens whose verification takes 40 ms in one of
 two processes: after the rollout (``reward.fn``) or during it (``SingleReply``), in turns.
 """
@@ -147,18 +148,20 @@ def rewards(folder: Path, rounds: int) -> None:
 
 
 def tail(folder: Path, rounds: int) -> None:
-    """Compare rollouts after the first steps, in which few episodes are carried."""
+    """Compare rollouts without refill, with it, and across steps, after the first ones with few carried episodes."""
     # the sampled tokens are not compared: greedy decoding of random weights has no stop token
     words = [*wide_model(folder), f"env.cls={folder}/env.py:Tail", "env.seed_per_sample=True",
              "ppo.gen.max_new_tokens=1000", "ppo.gen.greedy=True"]  # fmt: skip
-    modes, speeds = {"whole": [], "partial": ["env.partial_tokens=250"]}, dict[str, list[float]]()
+    modes = {"no refill": ["actor_gen.prompts_per_call=4"], "refill": [], "across steps": ["env.partial_tokens=250"]}
+    speeds: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, more in modes.items():
             steps = run(folder, [*words, *more], 16)[8:]
             tokens = sum(line["tokens/generated"] for line in steps)
             speeds.setdefault(name, []).append(tokens / sum(line["time/actor_gen_s"] for line in steps))
-    whole, partial = (statistics.median(speeds[name]) for name in modes)
-    print(f"heavy tail: {whole:.0f} tokens/s, in parts {partial:.0f}: {partial / whole:.2f} times as many")
+    found = {name: statistics.median(some) for name, some in speeds.items()}
+    print("heavy tail: " + ", ".join(f"{name} {speed:.0f} tokens/s ({speed / found['no refill']:.2f})"
+                                     for name, speed in found.items()))  # fmt: skip
 
 
 def main() -> None:

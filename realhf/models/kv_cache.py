@@ -1,6 +1,7 @@
 """Cached keys and values, with one slot per row that is being generated."""
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,11 +9,11 @@ from torch import Tensor
 
 from realhf.models.attention.delta_mixer import DeltaCache
 from realhf.models.routing import ExpertCache
-from realhf.ops.host_memory import zeros_on_huge_pages
 from realhf.ops.rows import on_device
 
 ON_HUGE_PAGES = 1 << 26
 """Largest cache on huge pages, of which unwritten tokens may take memory."""
+HUGE_PAGE = 1 << 21
 COPY_BYTES = 1 << 28
 """Limit of the temporary memory of ``copy_slots``."""
 
@@ -117,6 +118,17 @@ class KVCache:
             sources, targets, positions = part
             values = flat.index_select(1, self.indices(sources, positions))
             flat.index_copy_(1, self.indices(targets, positions), values)
+
+
+def zeros_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros on pages of 2 MiB where Linux has them: there is one page fault per page and not per 4 KiB."""
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if not n_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and n_bytes >= HUGE_PAGE:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _independent(moves: Sequence[tuple[int, int, int, int]]) -> Iterator[list[tuple[int, int, int, int]]]:

@@ -1,4 +1,4 @@
-"""Tensors on huge pages."""
+"""Key/value caches on huge pages."""
 
 import gc
 import resource
@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from realhf.ops.host_memory import HUGE_PAGE, zeros_on_huge_pages
+from realhf.models.kv_cache import HUGE_PAGE, zeros_on_huge_pages
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (1, HUGE_PAGE // 4 + 1), (4, 0, 2)])
