@@ -71,7 +71,12 @@ class ModelSpec:
         NATURAL,
     )
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
-    bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
+    bf16: bool | str | None = opt(
+        None,
+        "bfloat16 parameters with float32 master weights; auto: on GPUs, and on CPUs where a measurement at the start "
+        "shows that products of this size are faster (default: on GPUs only)",
+        SWITCH_OR_AUTO,
+    )
     offload: bool = opt(False, "offload the weights to host memory between calls (untrained roles)")
     gradient_checkpointing: bool | str = opt(
         False,

@@ -43,7 +43,7 @@ class Words:
 
 
 AUTO = "auto"
-"""The planner chooses the value of the option."""
+"""The planner, or a measurement at the start, chooses the value of the option."""
 SWITCH_OR_AUTO = Words((AUTO,))
 FINITE = Range(-inf, inf, low_open=True, high_open=True)
 NON_NEGATIVE = Range(0, inf, high_open=True)

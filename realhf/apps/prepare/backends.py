@@ -2,22 +2,29 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, ModelSpec
 from realhf.api.config.choices import Backend, Device, WeightType
+from realhf.api.config.option import AUTO, leaves
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph, Kind
 from realhf.api.model_config import ModelConfig
 from realhf.arch.decode_kernel import fuses_some
+from realhf.base.errors import UserError
+from realhf.launch import launches_elsewhere
 
 IMPORT_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 120.0
+BF16_GAIN = 0.8  # the rounding is worth this part of the time of products
 NOT_RELOADED = ("gpt_oss",)
 """Families whose loader in vLLM 0.32 cannot be used a second time."""
 MIN_TORCHAO = 0, 13
@@ -63,21 +70,52 @@ def unserved_reason(model: ModelConfig) -> str | None:
     return None
 
 
-def resolve_dtypes(options: Any, bf16: bool) -> None:
-    """Set ``bf16`` in place for every model that has none, so that the stored config states the precision."""
+def resolve_dtypes(options: Any, bf16: bool, instead_of: str | None = None) -> None:
+    """Set ``bf16`` in place for every model that has no value, or this one: the stored config states the precision."""
     if isinstance(options, ModelSpec):
-        if options.bf16 is None and (options.path or options.config):
+        if options.bf16 == instead_of and (instead_of or options.path or options.config):
             options.bf16 = bf16
     elif is_dataclass(options):
         ensemble, rew, critic = (getattr(options, name, None) for name in ("ensemble", "rew", "critic"))
         for model in (critic, rew if ensemble is not None and ensemble.members else None):
-            if model is not None and model.bf16 is None:  # it has the path of the actor, or those of the members
+            if model is not None and model.bf16 == instead_of:  # it has the path of the actor, or those of the members
                 model.bf16 = bf16
         for field in fields(options):
-            resolve_dtypes(getattr(options, field.name), bf16)
+            resolve_dtypes(getattr(options, field.name), bf16, instead_of)
     elif isinstance(options, list):
         for option in options:
-            resolve_dtypes(option, bf16)
+            resolve_dtypes(option, bf16, instead_of)
+
+
+def choose_dtype(experiment: ExperimentConfig, models: Collection[ModelConfig], device: str | None) -> bool:
+    """Replace ``bf16=auto`` in place by the faster type for the widest model; return True if there was one."""
+    names = [name for name, option, value in leaves(experiment) if option.name == "bf16" and value == AUTO]
+    if not names or not models or device is None:
+        return False
+    is_faster = device == Device.cuda.value
+    if not is_faster:
+        if launches_elsewhere(experiment):
+            raise UserError(f"{names[0]}=auto measures this machine, but the run is on others; set {names[0]}")
+        widest = max(models, key=lambda model: model.hidden)
+        width = max(widest.intermediate, widest.expert_intermediate)
+        float32, bfloat16 = product_seconds(widest.hidden, width, experiment.threads_per_worker or 1)
+        is_faster = bfloat16 < BF16_GAIN * float32
+        chosen, ratio = "bfloat16" if is_faster else "float32", bfloat16 / float32
+        print(f"type    {', '.join(names)}: {chosen}; products of {widest.hidden} x {width} take {ratio:.2f} times as "
+              "long in bfloat16")  # fmt: skip
+    resolve_dtypes(experiment, is_faster, AUTO)
+    return True
+
+
+@cache
+def product_seconds(hidden: int, intermediate: int, threads: int) -> tuple[float, float]:
+    """Return the seconds of a model's largest products in float32 and in bfloat16 on this machine."""
+    command = [sys.executable, "-m", "realhf.system.profiler.type_probe", *map(str, (hidden, intermediate, threads))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise UserError(f"bf16=auto: the measurement failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    float32, bfloat16 = json.loads(done.stdout.splitlines()[-1])
+    return float32, bfloat16
 
 
 def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | None, launching: bool) -> list[str]:

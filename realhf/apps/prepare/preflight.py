@@ -20,6 +20,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import (
+    choose_dtype,
     decoding_type_problems,
     quantization_problems,
     resolve_dtypes,
@@ -140,6 +141,8 @@ def _check(
     graph = _graph(experiment, findings)
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
+    if findings.attempt(lambda: choose_dtype(experiment, known.values(), device)):
+        roles = experiment.roles()
     findings.invalid += experiment.model_problems(known)
     plan = machine = rows = held_out = None
     if graph:
