@@ -11,6 +11,7 @@ from tests.integration.conftest import Run, same_curve
 from tests.integration.kills import changed_by_kill
 from tests.integration.test_algorithms import FEW
 from tests.integration.test_algorithms import KINDS as ALGORITHMS
+from tests.integration.test_curriculum import words as curriculum
 from tests.integration.test_episodes import KINDS as EPISODES
 from tests.integration.test_episodes import loose, words
 from tests.integration.test_forwarding import PLANS, WORDS
@@ -18,6 +19,9 @@ from tests.integration.test_forwarding import PLANS, WORDS
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
 APART = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d1@0,actor_train:d1@0,*:d1@1"]
+ONE = [
+    f"{call}.prompts_per_call={n}" for call, n in (("actor_gen", 1), ("rew_inf", 1), ("ref_inf", 2), ("critic_inf", 1))
+]
 PARTS = ["actor_gen.prompts_per_call=3", "rew_inf.prompts_per_call=2"]
 
 
@@ -66,6 +70,38 @@ def test_rollouts_ahead_of_training_in_parts(
     runs = realhf_all("ppo-math", tmp_path, variants, options)
     for name in ("two meshes", "replicas"):
         assert same_curve(runs["whole"], runs[name]) == [], name
+
+
+def test_one_prompt_per_call_on_many_workers(
+    realhf_all: Callable[..., Runs], ppo_words: list[str], tmp_path: Path
+) -> None:
+    """Most data-parallel ranks have no row of a call."""
+    meshes = {
+        "dp": "actor_gen:d4@0-3,ref_inf:d2@0-1,critic_inf:t2@2-3,*:d4@0-3",
+        "pp": "actor_gen:p2@0-1,ref_inf:p2@2-3,critic_inf:d1@3,*:d2t2@0-3",
+    }
+    variants = {name: [*ONE, "n_gpus_per_node=4", f"allocation_mode={text}"] for name, text in meshes.items()}
+    runs = realhf_all("ppo-math", tmp_path, {"whole": [], **variants}, ppo_words)
+    for name in meshes:
+        assert same_curve(runs["whole"], runs[name]) == [], name
+        assert responses(runs[name]) == responses(runs["whole"])
+
+
+@pytest.mark.parametrize("options", [
+    ["ppo.generation_size=5"],
+    ["ppo.dynamic_sampling=True", "ppo.max_resamples=3"],
+    ["dataset.eval_fraction=0.3", "exp_ctrl.eval_freq_steps=1", "dataset.train_bs_n_seqs=5"],
+], ids=["best of n", "resampled prompts", "evaluation"])  # fmt: skip
+def test_selected_and_held_out_rows(
+    options: list[str], realhf_all: Callable[..., Runs], ppo_words: list[str], tmp_path: Path
+) -> None:
+    runs = realhf_all("ppo-math", tmp_path, {"whole": options, "parts": [*options, *ONE, *APART]}, ppo_words)
+    assert same_curve(runs["whole"], runs["parts"]) == []
+
+
+def test_a_curriculum_in_parts(realhf_all: Callable[..., Runs], curriculum: list[str], tmp_path: Path) -> None:
+    runs = realhf_all("grpo", tmp_path, {"whole": [], "parts": [*PARTS, *APART]}, curriculum)
+    assert same_curve(runs["whole"], runs["parts"]) == []
 
 
 @pytest.mark.parametrize("whom", ["master", "worker"])
