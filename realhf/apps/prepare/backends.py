@@ -21,6 +21,8 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.decode_kernel import fuses_some
 from realhf.base.errors import UserError
 from realhf.launch import launches_elsewhere
+from realhf.plan.machines.processor import has_bf16_products
+from realhf.plan.run_spec import RunSpec
 
 IMPORT_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 120.0
@@ -105,6 +107,16 @@ def choose_dtype(experiment: ExperimentConfig, models: Collection[ModelConfig], 
               "long in bfloat16")  # fmt: skip
     resolve_dtypes(experiment, is_faster, AUTO)
     return True
+
+
+def run_warnings(run: RunSpec) -> list[str]:
+    """Return the warnings of an experiment, and of a type that this machine computes slowly."""
+    warnings = run.config.warnings()
+    names = [name for name, option, value in leaves(run.config) if option.name == "bf16" and value is True]
+    if names and run.device == Device.cpu.value and not has_bf16_products() and not launches_elsewhere(run.config):
+        warnings.append(f"{names[0]}=True: this CPU has no instructions for bfloat16, in which products take several "
+                        f"times as long as in float32; {names[0]}=auto measures them")  # fmt: skip
+    return warnings
 
 
 @cache

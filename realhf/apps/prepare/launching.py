@@ -15,6 +15,7 @@ from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
+from realhf.apps.prepare.backends import run_warnings
 from realhf.apps.prepare.hub import located
 from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
@@ -211,7 +212,7 @@ def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
         roots = [run.paths.root for run in runs]
         print(script(roots, experiment, runs[0].device, paths.root, "LAUNCH_ID"), end="")
         return
-    for warning in experiment.warnings():
+    for warning in run_warnings(runs[0]):
         print(f"warning {warning}")
     Console(runs[0]).banner()
     print("dry run: all checks passed; nothing was written or launched")

@@ -4,6 +4,7 @@ from functools import partial
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment, MultiStageExperiment
+from realhf.apps.prepare.backends import run_warnings
 from realhf.apps.prepare.launching import dry_run, is_queued, runs_per_seed, start
 from realhf.apps.prepare.multi_stage import dry_run_stages, run_multi_stage
 from realhf.apps.prepare.preflight import preflight
@@ -43,6 +44,6 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Start a new run, or one per seed of a job array."""
     runs = [preflight(name, config, run_paths) for config, run_paths in runs_per_seed(experiment, paths)]
-    for warning in runs[0].config.warnings():
+    for warning in run_warnings(runs[0]):
         print(f"warning {warning}")
     start(runs, experiment, paths)

@@ -18,6 +18,12 @@ def processor_name(device: str, gpus: Path = GPUS) -> str:
     return proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
+def has_bf16_products(cpuinfo: str = "cpuinfo") -> bool:
+    """Return False if the CPU is known to have no instructions for products in bfloat16."""
+    flags = {*proc_field(cpuinfo, "flags").split(), *proc_field(cpuinfo, "Features").split()}
+    return not flags or not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def cores() -> frozenset[int]:
     """Return the cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0))

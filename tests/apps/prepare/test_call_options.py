@@ -51,3 +51,13 @@ def test_a_type_for_other_machines_is_not_measured_here(ppo: PPOMathExperiment, 
 def test_the_products_of_this_machine_are_measured() -> None:
     float32, bfloat16 = backends.product_seconds(64, 176, 1)
     assert 0 < float32 < 1 and 0 < bfloat16 < 10
+
+
+@pytest.mark.parametrize(("has_instructions", "bf16"), [(True, True), (False, False), (False, True)])
+def test_a_slow_type_gives_a_warning(
+    has_instructions: bool, bf16: bool, ppo: PPOMathExperiment, paths: RunDir, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr(backends, "has_bf16_products", lambda: has_instructions)
+    ppo.actor.bf16 = ppo.critic.bf16 = bf16
+    lines = [line for line in backends.run_warnings(preflight("ppo-math", ppo, paths)) if "bfloat16" in line]
+    assert [line.split(":")[0] for line in lines] == ([] if has_instructions or not bf16 else ["actor.bf16=True"])
