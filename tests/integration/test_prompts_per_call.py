@@ -15,6 +15,7 @@ from tests.integration.test_curriculum import words as curriculum
 from tests.integration.test_episodes import KINDS as EPISODES
 from tests.integration.test_episodes import loose, words
 from tests.integration.test_forwarding import PLANS, WORDS
+from tests.scaling import subset
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -30,7 +31,7 @@ def responses(run: Run) -> list[str]:
     return [json.loads(line)["response"] for file in files for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ALGORITHMS)
+@pytest.mark.parametrize("kind", subset(ALGORITHMS, 4))
 def test_the_curve_is_that_of_whole_steps(
     kind: str,
     realhf_all: Callable[..., Runs],
@@ -48,7 +49,7 @@ def test_the_curve_is_that_of_whole_steps(
         assert responses(runs[name]) == responses(runs["whole"])
 
 
-@pytest.mark.parametrize("kind", EPISODES)
+@pytest.mark.parametrize("kind", subset(EPISODES, 1))
 @pytest.mark.parametrize("partial", [[], ["env.partial_tokens=4", "ppo.recompute_logprobs=True"]])
 def test_episodes_are_those_of_whole_steps(
     kind: str, partial: list[str], words: list[str], loose: str, realhf_all: Callable[..., Runs], tmp_path: Path
