@@ -47,11 +47,11 @@ class ReallocCost:
 class MFCDeps:
     """Dependencies of an MFC, as MFC numbers.
 
-    ``parents`` produce its inputs, ``row_sources`` hold them. Rows of the sources in ``couriers``, rollouts ahead of
-    training, may come from one of these MFCs (``choose_courier``). A call of step ``s`` waits until ``updater`` is done
-    with step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1 without a role. A
-    consumer of the filter MFC's rows (``after_filter``) waits until it is done with the step, any other MFC until it is
-    done with the step before.
+    ``parents`` produce its inputs, ``row_sources`` hold them. Rows of the sources in ``couriers``
+    (``uninterrupted_rollouts``) may come from one of these MFCs (``choose_courier``). A call of step ``s`` waits until
+    ``updater`` is done with step ``s - 1 - allowed_staleness`` (-1: the weights never change). ``home_mfc`` is -1
+    without a role. A consumer of the filter MFC's rows (``after_filter``) waits until it is done with the step, any
+    other MFC until it is done with the step before.
     """
 
     parents: tuple[int, ...]
