@@ -14,7 +14,7 @@ import numpy as np
 from realhf.api.curriculum import Band, CurriculumRules, PromptResult
 from realhf.base.seeds import stable_seed
 from realhf.data.order import epoch_order
-from realhf.plan.compile.schedule import PromptRange, TrainSchedule
+from realhf.plan.train_schedule import PromptRange, TrainSchedule
 
 
 class RowResult(NamedTuple):

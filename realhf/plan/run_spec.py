@@ -17,9 +17,9 @@ from realhf.arch.lora import lora_modules
 from realhf.arch.quantization import check_quantization
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
 from realhf.plan.fingerprint import Fingerprint, take_fingerprint
 from realhf.plan.goodput import CheckpointPlan
+from realhf.plan.train_schedule import TrainSchedule, make_train_schedule
 
 LARGEST_SCALING = 3.4e38  # of adapters, a float32
 
@@ -110,6 +110,11 @@ class RunSpec:
         """Sampling temperature; 1 without generation."""
         sampling = self.config.sampling_options()
         return sampling.temperature if sampling else 1.0
+
+    @property
+    def evaluates_beside_training(self) -> bool:
+        """True if an evaluation runs during the next step, and training waits until its calls have the weights."""
+        return bool(self.graph.evaluation) and self.config.exp_ctrl.async_eval
 
     @property
     def writes_checkpoints(self) -> bool:

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,51 +16,17 @@ from realhf.api.graph import Kind
 from realhf.base.errors import RunFailed, RunStopped
 from realhf.data.curriculum import Curriculum, CurriculumState
 from realhf.plan.compile.program import home_layout, layout_ranks
-from realhf.plan.compile.schedule import (
-    Action,
-    Dispatch,
-    FetchRows,
-    FinishStep,
-    MasterState,
-    PromptRange,
-    RowsReady,
-    TrainSchedule,
-)
+from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady
 from realhf.plan.run_spec import RunSpec
+from realhf.plan.train_schedule import PromptRange, TrainSchedule
 from realhf.system.checkpoint.best_models import BestModels, BestRecord
 from realhf.system.checkpoint.manifest import Manifest, Rollout, checkpoints_of, commit, flat_options, tmp_folder
+from realhf.system.evaluation import Evaluation
 from realhf.system.metrics.telemetry import Telemetry, sum_stats
+from realhf.system.requests import OnReplies, Request
 from realhf.system.transport.channel import MasterEnd
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 from realhf.system.transport.reply_receiver import NODE_GRACE_S, ReplyReceiver, format_ranks
-
-OnReplies = Callable[[list[messages.Done]], RowsReady | None]
-"""Called with the non-empty replies to a request, by rank; may return an event."""
-
-
-@dataclass
-class _Request:
-    name: str
-    step: int
-    mfc: str  # empty if the request is not of an MFC
-    is_due: bytearray  # 1 for every worker whose reply is awaited, 0 for others
-    n_due: int
-    left: Callable[[], float]
-    on_replies: OnReplies
-    replies: list[messages.Done] = field(default_factory=list)
-    rollout: Rollout | None = None  # the results of a generating call, once complete
-
-    @property
-    def waiting(self) -> list[int]:
-        return [rank for rank, is_due in enumerate(self.is_due) if is_due]
-
-    def add(self, reply: messages.Done) -> bool:
-        """Add a reply; return True if it is the last. Empty ones, of which there are thousands, are not kept."""
-        self.n_due -= self.is_due[reply.rank]
-        self.is_due[reply.rank] = 0
-        if not reply.is_empty:
-            self.replies.append(reply)
-        return not self.n_due
 
 
 class Master:
@@ -99,13 +65,15 @@ class Master:
             strict_step_order,
             self.saved,
             last[1].carried if last else None,
+            pauses_training=run.evaluates_beside_training,
         )
         self.state.states |= last[1].states if last else {}
         self.curriculum = self._curriculum(schedule, last[1].curriculum if last else None)
-        self.pending_checkpoint: tuple[Manifest, list[_Request]] | None = None
+        self.pending_checkpoint: tuple[Manifest, list[Request]] | None = None
         self.uncommitted: set[int] = set()  # steps of checkpoints in progress
-        self.rollouts: list[_Request] = []  # of generating calls of unfinished steps
-        self.requests: dict[int, _Request] = {}
+        self.rollouts: list[Request] = []  # of generating calls of unfinished steps
+        self.requests: dict[int, Request] = {}
+        self.evaluation: Evaluation | None = None  # in progress
         self.pending_events: list[RowsReady] = []  # of training, received during an evaluation
         self.last_request = 0
         self.last_time = dict.fromkeys(("eval", "save", "ckpt"), time.monotonic())
@@ -129,12 +97,20 @@ class Master:
             if not self.requests and not self.pending_events:
                 self._finish_checkpoint()  # of the last step
             elif (event := self.pending_events.pop(0) if self.pending_events else self._next_event()) is not None:
-                self.telemetry.event(event)
-                if self.curriculum is not None and event.results:
-                    self.curriculum.record(event.span.step, event.results)
-                self._perform(self.state.handle(event))
+                self._handle(event)
+            if self.state.is_paused and (self.evaluation is None or self.evaluation.allows_training):
+                self._perform(self.state.resume())
         assert self.state.is_over, "no request is in progress, but the run is not over"
         self._send_all(messages.Shutdown())
+
+    def _handle(self, event: RowsReady) -> None:
+        if event.span.step >= self.run.eval_schedule.first_step:
+            self._handle_evaluation(event)
+            return
+        self.telemetry.event(event)
+        if self.curriculum is not None and event.results:
+            self.curriculum.record(event.span.step, event.results)
+        self._perform(self.state.handle(event))
 
     def _start_workers(self) -> None:
         ranks, timeout_s = range(self.run.plan.n_workers), self.run.config.startup_timeout
@@ -178,7 +154,7 @@ class Master:
         for rank in ranks:
             is_due[rank] = 1
         self.last_request += 1
-        self.requests[self.last_request] = _Request(name, step, mfc, is_due, sum(is_due), left, on_replies)
+        self.requests[self.last_request] = Request(name, step, mfc, is_due, sum(is_due), left, on_replies)
         return self.last_request
 
     def _perform(self, actions: Sequence[Action]) -> None:
@@ -212,7 +188,7 @@ class Master:
         reply = messages.Done(0, 0, rollout.outputs, rollout.stats)
         self.telemetry.call_done(call, [reply])
         self.pending_events.append(RowsReady(call.mfc, rollout.span, {0: rollout.outputs}))
-        done = _Request(call.mfc, call.step, call.mfc, bytearray(), 0, lambda: 0.0, lambda replies: None)
+        done = Request(call.mfc, call.step, call.mfc, bytearray(), 0, lambda: 0.0, lambda replies: None)
         self.rollouts.append(replace(done, rollout=rollout))
 
     def _prepare(self, span: PromptRange, call: messages.PrepareCall) -> int:
@@ -239,6 +215,7 @@ class Master:
         if span.step >= self.run.eval_schedule.first_step:
             self._send_all(messages.FreeRows(span.start, span.stop))
             return
+        self._finish_evaluation()
         step = span.step + 1
         is_evaluated = bool(self.run.graph.evaluation) and self._is_due(step, "eval")
         if self.curriculum is not None:
@@ -251,7 +228,7 @@ class Master:
         if self._is_due(step, "save"):
             self.last_time["save"] = time.monotonic()
             for role in self.run.saved_roles:
-                self._save_model(role, self.run.paths.model(role, step), step, self.telemetry.saved)
+                self._save_model(role, self.run.paths.model(role, step), step, self._saved)
         self._finish_checkpoint()
         self.rollouts = [request for request in self.rollouts if request.step >= step]
         is_stopped = not self.state.is_over and self.run.writes_checkpoints and self.run.paths.stop.exists()
@@ -261,19 +238,38 @@ class Master:
             self._stop(step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate on held-out rows with the weights of this step; events of training are queued."""
-        evaluation = MasterState(self.run.graph.eval_graph, self.run.plan, self.run.eval_schedule)
-        evaluation.states |= {name: state for name, state in self.state.states.items() if name in evaluation.states}
-        self._perform(evaluation.start())
-        while not evaluation.is_over:
+        """Evaluate on held-out rows with the weights of this step, before the next step or during it."""
+        self.evaluation = Evaluation(self.run, step, self.state.states)
+        self._perform(self.evaluation.start())
+        if not self.run.evaluates_beside_training:
+            self._finish_evaluation()
+
+    def _finish_evaluation(self) -> None:
+        """Complete an evaluation in progress; events of training are queued."""
+        while self.evaluation is not None:
             event = self._next_event()
             if event is not None and event.span.step < self.run.eval_schedule.first_step:
                 self.pending_events.append(event)
             elif event is not None:
-                self._perform(evaluation.handle(event))
-        self.last_time["eval"] = time.monotonic()
-        if (record := self.best.record(step, self.telemetry.evaluated(step))) is not None:
+                self._handle_evaluation(event)
+
+    def _handle_evaluation(self, event: RowsReady) -> None:
+        assert (evaluation := self.evaluation) is not None, "an event of an evaluation that is over"
+        self._perform(evaluation.handle(event))
+        if not evaluation.is_over:
+            return
+        self.evaluation, self.last_time["eval"] = None, time.monotonic()
+        record = self.best.record(evaluation.step, self.telemetry.evaluated(evaluation.step))
+        for role, path in evaluation.saved:
+            self.telemetry.saved(role, path)
+        if record is not None:
             self._save_best(record)
+
+    def _saved(self, role: str, path: Path) -> None:
+        if self.evaluation is not None:
+            self.evaluation.saved.append((role, path))
+        else:
+            self.telemetry.saved(role, path)
 
     def _log_generations(self, span: PromptRange) -> None:
         scores = [k for k, m in self.run.graph.producer.items() if m.interface_key(k) == "rewards"]
@@ -347,6 +343,7 @@ class Master:
         return [*checkpoints_of(self.run.paths.checkpoints), *self.uncommitted]
 
     def _stop(self, step: int) -> None:
+        self._finish_evaluation()
         self._finish_checkpoint()
         last = self.last_request
         while last in self.requests:

@@ -21,7 +21,7 @@ from realhf.data.curriculum import (
     rows_outside,
 )
 from realhf.data.order import rows_at
-from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
+from realhf.plan.train_schedule import TrainSchedule, make_train_schedule
 from tests.scaling import examples
 
 LAG = 2

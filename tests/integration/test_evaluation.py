@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ Runs = dict[str, Run]
 STEPS = ["exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=4", "exp_ctrl.save_freq_steps=1",
          "n_logged_generations=-1", "tensorboard.enabled=False"]  # fmt: skip
 KEEP = ["exp_ctrl.eval_freq_steps=1", "exp_ctrl.keep_best=-eval/reward", "exp_ctrl.ckpt_freq_steps=1"]
+ASYNC = "exp_ctrl.async_eval=True"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,10 @@ def runs(
 ) -> Runs:
     sampled = ["evaluation.greedy=False", "evaluation.n=3", "exp_ctrl.eval_at_start=False"]
     cut = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d2,actor_train:p2,*:d2", "exp_ctrl.eval_freq_steps=1"]
-    variants = {"tried": KEEP, "sampled": sampled, "cut": cut, "without": ["dataset.eval_path=''"]}
+    apart = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d1@0,*:d1@1", "exp_ctrl.eval_freq_steps=1"]
+    variants = {"tried": KEEP, "sampled": sampled, "cut": cut, "without": ["dataset.eval_path=''"],
+                "async": [*KEEP, ASYNC], "apart": apart, "async_apart": [*apart, ASYNC],
+                "ahead": [*apart, "max_staleness=1"], "async_ahead": [*apart, "max_staleness=1", ASYNC]}  # fmt: skip
     return realhf_all("ppo-math", tmp_path_factory.mktemp("tried"), variants, words)
 
 
@@ -69,8 +74,25 @@ def test_evaluation_does_not_depend_on_the_layout(runs: Runs) -> None:
         assert one["counts"] == cut["counts"] and cut["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
 
 
-def best_of(run: Run) -> dict[str, bytes]:
-    return {str(p.relative_to(run.root)): p.read_bytes() for p in run.root.glob("best/**/*") if p.is_file()}
+def timeless(run: Run) -> list[dict]:
+    return [{**line, "seconds": 0} for line in run.evaluations]
+
+
+@pytest.mark.parametrize("name", ["tried", "apart", "ahead"])
+def test_asynchronous_evaluation_has_the_same_results(name: str, runs: Runs) -> None:
+    plain, beside = runs[name], runs["async" if name == "tried" else f"async_{name}"]
+    assert timeless(beside) == timeless(plain) and len(timeless(plain)) == 5
+    assert beside.curve == plain.curve and weights(beside) == weights(plain)
+    assert kept_weights(beside) == kept_weights(plain)
+    assert all(beside.generations(step) == plain.generations(step) for step in (1, 2, 3, 4))
+    for role, step in product(("actor", "critic"), (1, 2, 3, 4)):
+        described = json.loads((beside.model(role, step) / "evaluation.json").read_text())
+        assert {**described, "seconds": 0} == timeless(plain)[step]
+
+
+def kept_weights(run: Run) -> dict[str, bytes]:
+    files = (path for path in run.root.glob("best/**/*") if path.is_file() and path.name != "evaluation.json")
+    return {str(path.relative_to(run.root)): path.read_bytes() for path in files}
 
 
 def test_the_best_models_are_those_of_the_best_evaluation(runs: Runs) -> None:
@@ -102,10 +124,11 @@ def lines(root: Path) -> int:
     return len((root / "metrics.jsonl").read_text().splitlines()) if (root / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.parametrize("more", [[], [ASYNC]])
 def test_a_kill_while_the_best_model_is_saved_does_not_change_the_result(
-    runs: Runs, words: list[str], tmp_path: Path
+    more: list[str], runs: Runs, words: list[str], tmp_path: Path
 ) -> None:
-    started = start("ppo-math", tmp_path, [*words, *KEEP])
+    started = start("ppo-math", tmp_path, [*words, *KEEP, *more])
     kill_when(started, lambda root: lines(root) >= 3 and (root / "checkpoints" / "latest").exists())
     pointer = json.loads((started.root / "best" / "best.json").read_text())
     assert (started.root / "best" / pointer["folder"] / "actor" / "model.safetensors").is_file()
@@ -114,7 +137,5 @@ def test_a_kill_while_the_best_model_is_saved_does_not_change_the_result(
     assert found.code == 0, found.output
     whole = runs["tried"]
     assert found.curve == whole.curve and weights(found) == weights(whole)
-    timeless = [[{**line, "seconds": 0} for line in run.evaluations] for run in (found, whole)]
-    assert timeless[0] == timeless[1]
-    kept = [{k: v for k, v in best_of(run).items() if not k.endswith("evaluation.json")} for run in (found, whole)]
-    assert kept[0] == kept[1] and kept[0]
+    assert timeless(found) == timeless(whole)
+    assert kept_weights(found) == kept_weights(whole) != {}

@@ -69,9 +69,12 @@ class Workers:
                 return Done(request, rank, rows(mine, "prompts"))
             case PrepareCall(request):
                 self.calls[request] = message
+                return None if rank in self.run.plan[message.mfc].layout.mesh.ranks else Done(request, rank)
             case ExecuteCall(request):
                 call = self.calls[request]
-                mine = [call.inputs.ids[i].prompt for i in call.assignment[rank]]
+                mine = [
+                    call.inputs.ids[i].prompt for i in call.assignment[self.run.plan[call.mfc].layout.coord(rank).dp]
+                ]
                 made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc in ("gen", "eval") else None
                 return Done(request, rank, made, state={"seen": call.step} if call.mfc == "train" else None)
             case ReadRows(request, ids, _):
@@ -253,11 +256,12 @@ EVAL = MFC("eval", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
         ({"eval_freq_epochs": 1, "total_train_epochs": 2, "total_train_steps": 6}, [0, 4, 6]),
     ],
 )
-def test_evaluation_between_steps(control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_evaluation(control: dict, steps: list[int], is_async: bool, make_run: MakeRun, tmp_path: Path) -> None:
     """Eight rows, two per step; three held-out rows, which take two calls."""
     declared = replace(graph(2), evaluation=(EVAL,))
     meshes = {"gen": (0, 1), "train": (0, 1), "eval": (0, 1)}
-    run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, **control)
+    run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, async_eval=is_async, **control)
     workers, recorder = train(run := replace(run, n_held_out=3))
     n, first = steps[-1], run.schedule.n_prompts
     assert recorder.steps == list(range(n)) and [step for step, _ in recorder.evaluations] == steps
@@ -278,11 +282,13 @@ def test_evaluation_between_steps(control: dict, steps: list[int], make_run: Mak
     assert {(d.start, d.stop) for d in workers.asked(FreeRows)} >= {(first, first + 2), (first + 2, first + 3)}
 
 
-def test_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_best_models_are_kept(is_async: bool, make_run: MakeRun, tmp_path: Path) -> None:
     """The first of equal ones; without checkpoints only the best is kept."""
     declared = replace(graph(2), evaluation=(EVAL,))
     meshes = {"gen": (0,), "train": (0,), "eval": (0,)}
-    run = make_run(declared, meshes, tmp_path, n_rows=8, eval_freq_steps=1, keep_best="eval/accuracy")
+    control = {"eval_freq_steps": 1, "keep_best": "eval/accuracy", "async_eval": is_async}
+    run = make_run(declared, meshes, tmp_path, n_rows=8, **control)
     workers, recorder = Workers(run := replace(run, n_held_out=3)), Recorder({0: 0.1, 1: 0.3, 2: 0.2, 3: 0.5, 4: 0.5})
     Master(run, workers, dict, recorder).train()
     assert recorder.bests == [
@@ -293,6 +299,15 @@ def test_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
     assert (stored["step"], stored["value"], stored["folder"]) == (3, 0.5, "step_3")
     wanted = [run.paths.best / f"step_{step}.unfinished" / "actor" for step in (0, 1, 3)]
     assert [Path(m.path) for m in workers.asked(Save)] == [*wanted, run.paths.model("actor", 4)]
+    order = [
+        workers.calls[m.request].mfc if isinstance(m, ExecuteCall) else "save"
+        for _, m in workers.sent
+        if isinstance(m, ExecuteCall | Save)
+    ]
+    assert [name for name in order if name != "gen"] == [
+        *("eval", "eval", "save", "train", "eval", "eval", "save", "train", "eval", "eval", "train"),
+        *("eval", "eval", "save", "train", *(("save", "eval", "eval") if is_async else ("eval", "eval", "save"))),
+    ]
 
 
 def test_an_unknown_best_metric_is_reported_before_the_first_step(make_run: MakeRun, tmp_path: Path) -> None:
@@ -314,11 +329,13 @@ class Unordered(Workers):
         return self.replies.pop(self.rng.randrange(len(self.replies))) if self.replies else None
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_events_of_training_are_queued_during_evaluation(seed: int, make_run: MakeRun, tmp_path: Path) -> None:
+def test_replies_of_training_during_evaluation(seed: int, is_async: bool, make_run: MakeRun, tmp_path: Path) -> None:
     """The rollout of the next step runs when a step ends: its reply may arrive during the evaluation."""
     declared = replace(graph(2), evaluation=(EVAL,))
-    run = make_run(declared, {"gen": (0,), "train": (0,), "eval": (0,)}, tmp_path, n_rows=12, eval_freq_steps=1)
+    meshes = {"gen": (0,), "train": (0,), "eval": (0,)}
+    run = make_run(declared, meshes, tmp_path, n_rows=12, eval_freq_steps=1, async_eval=is_async)
     run.config.max_staleness = 1
     workers, recorder = Unordered(run := replace(run, n_held_out=3), seed), Recorder()
     master = Master(run, workers, dict, recorder)
@@ -327,3 +344,46 @@ def test_events_of_training_are_queued_during_evaluation(seed: int, make_run: Ma
     calls = [workers.calls[m.request] for _, m in workers.sent if isinstance(m, ExecuteCall)]
     assert [call.mfc for call in calls if call.mfc != "gen"] == ["eval", "eval", *["train", "eval", "eval"] * 6]
     assert [call.step for call in calls if call.mfc == "gen"] == list(range(6)) and not master.pending_events
+
+
+class SlowVerdicts(Workers):
+    """Workers that give the verdict on held-out rows when the next step has been trained, or the run would end."""
+
+    def __init__(self, run: RunSpec) -> None:
+        super().__init__(run)
+        self.withheld: list[ToMaster] = []
+
+    def reply(self, rank: int, message: ToWorker) -> ToMaster | None:
+        reply, call = super().reply(rank, message), None
+        if isinstance(message, ExecuteCall):
+            call = self.calls[message.request]
+        if call is not None and call.mfc == "train":
+            self.replies += self.withheld
+            self.withheld.clear()
+        if call is None or call.mfc != "verdict":
+            return reply
+        self.withheld.append(reply)
+        return None
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        if not self.replies:
+            self.replies, self.withheld = self.withheld, []
+        return super().receive(timeout_s)
+
+
+def test_training_does_not_wait_for_verdicts_of_an_evaluation(make_run: MakeRun, tmp_path: Path) -> None:
+    """It waits for what reads its weights only. Every evaluation has the weights of its step, also on a kill."""
+    verdict = MFC("verdict", None, Kind.INFERENCE, SPEC, ("tokens",), (), 2)
+    declared = replace(graph(2), evaluation=(EVAL, verdict))
+    meshes = {"gen": (0,), "train": (0,), "eval": (0,), "verdict": (1,)}
+    run = make_run(declared, meshes, tmp_path, n_rows=8, eval_freq_steps=1, save_freq_steps=1, async_eval=True)
+    run = replace(run, n_held_out=3)
+    workers, recorder = SlowVerdicts(run), Recorder()
+    Master(run, workers, dict, recorder).train()
+    assert [step for step, _ in recorder.evaluations] == [0, 1, 2, 3, 4] and recorder.steps == [0, 1, 2, 3]
+    assert [name for _, name in recorder.saves] == [f"step_{step}" for step in (1, 2, 3, 4)]
+    calls = [workers.calls[m.request] for _, m in workers.sent if isinstance(m, ExecuteCall)]
+    names = [call.mfc for call in calls]
+    assert [name for name in names if name in ("train", "eval")] == ["eval", "eval", *["train", "eval", "eval"] * 4]
+    first = names.index("train")
+    assert names[:first].count("verdict") < 2  # the others start when the first step has been trained

@@ -13,8 +13,8 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import read_run, write_run
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.run_spec import RunSpec, model_config, tokenizer_dir
+from realhf.plan.train_schedule import TrainSchedule
 from tests.conftest import Task
 
 SPEC = InterfaceSpec("any")

@@ -20,6 +20,8 @@ class ExperimentControl:
     eval_freq_steps: int | None = opt(None, "evaluate every this many steps, and at the end", COUNT)
     eval_freq_epochs: int | None = opt(None, "evaluate every this many epochs", COUNT)
     eval_freq_secs: int | None = opt(None, "evaluate every this many seconds", COUNT)
+    async_eval: bool = opt(False, "evaluate during the next step, whose training calls wait until the evaluation's "
+                                  "calls have started (with keep_best: are done)")  # fmt: skip
     keep_best: str = opt("", "metric of the evaluation that selects the models in best/, such as eval/accuracy; "
                              "-eval/loss to minimize")  # fmt: skip
     save_freq_steps: int | None = opt(None, "save models to models/ every this many steps, and at the end", COUNT)

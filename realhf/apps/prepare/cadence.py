@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import COUNT
-from realhf.plan.compile.schedule import make_train_schedule
 from realhf.plan.cost.checkpoint import checkpoint_size, checkpoint_times, restore_seconds
 from realhf.plan.goodput import CheckpointPlan, CheckpointTimes, FailureRate, choose_checkpoints
+from realhf.plan.train_schedule import make_train_schedule
 
 if TYPE_CHECKING:
     from realhf.apps.prepare.plan_report import PlanReport

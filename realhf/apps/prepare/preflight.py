@@ -260,9 +260,9 @@ def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
     values = {"dataset.eval_path": data.eval_path, "dataset.eval_fraction": data.eval_fraction}
     if problems := [f"{key}={value}: this experiment has no evaluation" for key, value in values.items() if value]:
         return problems
-    options = ("keep_best", *(name for name in FREQUENCIES if name.startswith("eval_")))
+    options = ("async_eval", "keep_best", *(name for name in FREQUENCIES if name.startswith("eval_")))
     return [f"exp_ctrl.{key}={value}: there are no held-out rows" for key in options
-            if (value := getattr(control, key)) not in (None, "")]  # fmt: skip
+            if (value := getattr(control, key)) not in (None, "", False)]  # fmt: skip
 
 
 def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:

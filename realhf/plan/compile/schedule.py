@@ -12,15 +12,7 @@ from realhf.api.messages import Holders, PrepareCall, State
 from realhf.plan.compile import transfer
 from realhf.plan.compile.forwarding import busy_ranks, forwarded_keys, rollouts_ahead
 from realhf.plan.compile.micro_batch import partition_rows
-
-
-@dataclass(frozen=True)
-class PromptRange:
-    """Prompts of one step: positions ``start <= p < stop`` in the data stream."""
-
-    step: int
-    start: int
-    stop: int
+from realhf.plan.train_schedule import PromptRange, TrainSchedule
 
 
 @dataclass(frozen=True)
@@ -44,39 +36,6 @@ class FinishStep:
 Decision = FetchRows | StartCall | FinishStep
 
 
-@dataclass(frozen=True)
-class TrainSchedule:
-    """Prompts per step, total prompts (the last step may be smaller), and total steps; starts at ``first_step``.
-
-    A step may sample up to ``resamples`` additional batches of prompts; position numbers are reserved for them.
-    """
-
-    batch_size: int
-    n_prompts: int
-    n_steps: int
-    first_step: int = 0
-    resamples: int = 0
-
-    @property
-    def stride(self) -> int:
-        """Difference of the first positions of consecutive steps."""
-        return self.batch_size * (1 + self.resamples)
-
-    def span(self, step: int) -> PromptRange:
-        """Return the prompts of a step, without resampled ones."""
-        start = step * self.stride
-        return PromptRange(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
-
-
-def make_train_schedule(
-    batch_size: int, n_rows: int, epochs: int, max_steps: int | None, resamples: int = 0
-) -> TrainSchedule:
-    """Return the schedule of ``epochs`` passes over ``n_rows`` rows, limited to ``max_steps`` steps."""
-    total = n_rows * epochs
-    steps = -(-total // batch_size)
-    return TrainSchedule(batch_size, total, steps if max_steps is None else min(steps, max_steps), resamples=resamples)
-
-
 def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int:
     """Return how many prompts (at most ``limit``) to sample next, given the fraction that was kept so far."""
     missing = n_wanted - n_kept
@@ -84,21 +43,27 @@ def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int
 
 
 class Scheduler:
-    """Decides when calls start, by prompts alone. Only ``fetch_ahead`` and ``advance`` change it.
+    """Decides when calls start, by prompts alone. ``fetch_ahead``, ``advance`` and ``resume_training`` change it.
 
     A call starts when all its input rows exist, no other call of its MFC is running, and the weights of its role are
     recent enough. With ``strict_step_order``, a step is trained only after the previous step has finished, so that the
     state after a step can be saved, and the age of a call's weights does not depend on timing: rollouts of a step's own
     prompts use weights that are exactly ``max_staleness`` steps old, those of resampled prompts one step less, and
     generating calls that read other calls' rows current ones. The MFCs after a filter MFC run on the first of the kept
-    prompts.
+    prompts. With ``pauses_training``, the training calls of every step wait for ``resume_training``.
     """
 
     def __init__(
-        self, graph: Graph, schedule: TrainSchedule, max_staleness: int = 0, strict_step_order: bool = False
+        self,
+        graph: Graph,
+        schedule: TrainSchedule,
+        max_staleness: int = 0,
+        strict_step_order: bool = False,
+        pauses_training: bool = False,
     ) -> None:
         self.graph, self.schedule, self.max_staleness = graph, schedule, max_staleness
         self.strict_step_order = strict_step_order
+        self.pauses_training = self.is_paused = pauses_training
         self.versions: dict[str, int] = dict.fromkeys(graph.roles, schedule.first_step)
         self.finished_steps = schedule.first_step
         self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
@@ -137,6 +102,16 @@ class Scheduler:
                 decisions += self._resample(mfc, span.step)
         decisions += [*self._finish_steps(), *self.fetch_ahead()]
         return decisions + [call for candidate in self.graph.topological if (call := self._try_start(candidate))]
+
+    def resume_training(self) -> list[StartCall]:
+        """Return the training calls that have waited for this."""
+        self.is_paused = False
+        return [call for mfc in self.graph.mfcs if mfc.is_train and (call := self._try_start(mfc))]
+
+    def has_started(self, roles: Collection[str]) -> bool:
+        """Return True if all calls of these roles have started."""
+        names = [mfc.name for mfc in self.graph.mfcs if mfc.role in roles]
+        return all(self._next[name][0] >= self.schedule.n_steps for name in names)
 
     def is_kept(self, prompt: int) -> bool:
         """Return True if the filter MFC has kept rows of a prompt."""
@@ -194,6 +169,7 @@ class Scheduler:
             for by_step in (self._resampled, self._kept, self._fetched_stop):
                 by_step.pop(span.step, None)
             self.finished_steps += 1
+            self.is_paused = self.pauses_training
             finished.append(FinishStep(span))
         return finished
 
@@ -225,6 +201,8 @@ class Scheduler:
     def _try_start(self, mfc: MFC) -> StartCall | None:
         step, position = self._next[mfc.name]
         if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
+            return None
+        if self.is_paused and mfc.is_train:
             return None
         if self.strict_step_order and mfc.is_train and (step > self.finished_steps or self._has_readers(mfc, step)):
             return None
@@ -271,7 +249,7 @@ Action = FetchRows | Dispatch | FinishStep
 
 
 class MasterState(Scheduler):
-    """The scheduler of one run, with the locations of all rows. Only ``start`` and ``handle`` change it.
+    """The scheduler of one run, with the locations of all rows. ``start``, ``handle`` and ``resume`` change it.
 
     ``replayed`` are calls whose results are known: they are not executed, and so their inputs are not transferred.
     ``carried`` are rows on worker 0 for the prompts of the first step.
@@ -286,8 +264,9 @@ class MasterState(Scheduler):
         strict_step_order: bool = False,
         replayed: Collection[tuple[str, PromptRange]] = (),
         carried: BatchMeta | None = None,
+        pauses_training: bool = False,
     ) -> None:
-        super().__init__(graph, schedule, max_staleness, strict_step_order)
+        super().__init__(graph, schedule, max_staleness, strict_step_order, pauses_training)
         self.plan, self.replayed = plan, frozenset(replayed)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs, *m.carried))
@@ -314,6 +293,10 @@ class MasterState(Scheduler):
         decisions = self.advance(event.mfc, event.span)
         self._stale = [decision.span for decision in decisions if isinstance(decision, FinishStep)]
         return [self._call(d) if isinstance(d, StartCall) else d for d in decisions]
+
+    def resume(self) -> list[Action]:
+        """Return the training calls that have waited, as ``resume_training``."""
+        return [self._call(start) for start in self.resume_training()]
 
     def is_kept(self, prompt: int) -> bool:
         assert self.graph.filter_mfc is not None

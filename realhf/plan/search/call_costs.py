@@ -12,10 +12,10 @@ from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction
 from realhf.plan.compile.micro_batch import partition_rows
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.compile.transfer import row_bytes
 from realhf.plan.cost.cost import NO_COST, BatchRows, CostModel, rows_of, split_rows
 from realhf.plan.search.simulate import simulate
+from realhf.plan.train_schedule import TrainSchedule
 
 Calls = Mapping[str, Sequence[PrepareCall]]
 """The calls of every MFC in order."""

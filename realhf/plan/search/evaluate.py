@@ -6,11 +6,12 @@ from itertools import count
 
 from realhf.api.machine import Cost
 from realhf.plan.compile.forwarding import choose_courier
-from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
+from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.mcmc import Chain, run_chain
 from realhf.plan.search.problem import Choice, Problem, ReallocCost
 from realhf.plan.search.simulate import run_calls
+from realhf.plan.train_schedule import TrainSchedule
 
 OOM_PENALTY = 1e12
 """Objective in seconds of a plan that needs exactly the available memory; larger than the time of any feasible plan."""

@@ -12,11 +12,12 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
-from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState, TrainSchedule
+from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState
 from realhf.plan.goodput import CheckpointTimes
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.simulate import make_rows
 from realhf.plan.search.timeline import Timeline
+from realhf.plan.train_schedule import TrainSchedule
 
 SHORT_ROWS = Workload(((1,),), (1,))
 """Lengths of the rows of simulated steps, whose durations are given."""

@@ -17,7 +17,6 @@ from realhf.plan.compile.call_degrees import chunk_layouts, expert_layouts
 from realhf.plan.compile.check import layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import home_mfc
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.compile.zero import with_zero3, zero3_layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.call_costs import CallCosts
@@ -27,6 +26,7 @@ from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, Real
 from realhf.plan.search.search import SearchResult, search
 from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Alternative, Prediction
+from realhf.plan.train_schedule import TrainSchedule
 
 N_STEPS = 3  # simulated steps: the first one fills the pipeline of calls, the others are alike
 N_STEPS_AHEAD = 2  # further ones per step of staleness: rollouts ahead of the first steps, and none after the last

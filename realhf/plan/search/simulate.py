@@ -11,9 +11,10 @@ from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Instruction, Program, Transfer
 from realhf.plan.compile.program import compile_program, instruction_ranks
-from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState, RowsReady, TrainSchedule
+from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState, RowsReady
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.timeline import Activity, Timeline
+from realhf.plan.train_schedule import TrainSchedule
 
 Call = TypeVar("Call")
 Price = Callable[[PrepareCall, Instruction], Cost]

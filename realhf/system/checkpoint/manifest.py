@@ -24,8 +24,8 @@ from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, discard, fs
 from realhf.base.errors import UserError, damage_reported
 from realhf.base.paths import RunDir
 from realhf.data.curriculum import CurriculumState
-from realhf.plan.compile.schedule import PromptRange
 from realhf.plan.fingerprint import Fingerprint
+from realhf.plan.train_schedule import PromptRange
 from realhf.system.checkpoint.best_models import rewind_best
 
 MANIFEST, CHECKSUM, POINTER = "manifest.json", "manifest.sha256", "latest"

@@ -221,12 +221,16 @@ class Telemetry:
     def evaluated(self, step: int) -> Metrics:
         """Write, show and return the metrics of the evaluation after ``step`` steps; they are part of the step's line.
 
-        Its time is not part of the next step. Before the first step, the line has the evaluation only.
+        Its time is not part of the next step, unless it runs beside it. Before the first step, the line has the
+        evaluation only.
         """
         schedule = self.run.eval_schedule
         parts = [self._steps.pop(step) for step in range(schedule.first_step, schedule.n_steps) if step in self._steps]
         sums = sum_stats([part.sums for part in parts])
-        seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
+        now = time.monotonic()
+        seconds = now - self._step_began
+        if not self.run.evaluates_beside_training:
+            self._step_began = now
         means = {
             n: value / weight if weight else value for n, (value, weight) in sorted(sums.items()) if weight or value
         }

@@ -16,8 +16,9 @@ from realhf.base.errors import UserError
 from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.sft import SFTExperiment
-from realhf.plan.compile.schedule import PromptRange, RowsReady
+from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.lengths import MAX_LENGTHS, FixedLengths, LogNormalLengths, MeasuredLengths, UniformLengths
+from realhf.plan.train_schedule import PromptRange
 from tests.scaling import examples
 
 

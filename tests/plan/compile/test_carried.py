@@ -6,7 +6,8 @@ from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan.compile.schedule import Dispatch, MasterState, PromptRange, RowsReady, TrainSchedule
+from realhf.plan.compile.schedule import Dispatch, MasterState, RowsReady
+from realhf.plan.train_schedule import PromptRange, TrainSchedule
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2, carried=("carried",))

@@ -12,19 +12,9 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan.compile.schedule import (
-    Action,
-    Dispatch,
-    FetchRows,
-    FinishStep,
-    MasterState,
-    PromptRange,
-    RowsReady,
-    TrainSchedule,
-    make_train_schedule,
-    next_resample,
-)
+from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, next_resample
 from realhf.plan.compile.transfer import plan_transfer, stored_row_id
+from realhf.plan.train_schedule import PromptRange, TrainSchedule, make_train_schedule
 from tests.scaling import examples
 
 Pick = Callable[[int], int]

@@ -18,12 +18,12 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.arch.flops import forward_flops
 from realhf.arch.param_specs import param_specs
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, mfc_works, works_of
 from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, slowest_of, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.machines.roofline import Roofline
 from realhf.plan.search.simulate import simulate
+from realhf.plan.train_schedule import TrainSchedule
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY, JitteringSpeed, layout, ppo_planner
 from tests.scaling import examples
 

@@ -10,10 +10,10 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Timeline
+from realhf.plan.train_schedule import TrainSchedule
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from realhf.api.program import Transfer
 from realhf.plan.compile.forwarding import choose_courier, couriers, later_readers, uninterrupted_rollouts
 from realhf.plan.compile.program import compile_program, instruction_ranks
-from realhf.plan.compile.schedule import Dispatch, MasterState, TrainSchedule
+from realhf.plan.compile.schedule import Dispatch, MasterState
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.planner import Planner, Table
 from realhf.plan.search.problem import Choice, Problem
 from realhf.plan.search.simulate import make_rows, run_calls
+from realhf.plan.train_schedule import TrainSchedule
 
 
 def seconds_with_table_transfers(planner: Planner, table: Table, problem: Problem, choice: Choice) -> float:

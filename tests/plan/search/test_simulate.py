@@ -13,9 +13,10 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, TrainSchedule
+from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState
 from realhf.plan.search.simulate import make_rows, simulate
 from realhf.plan.search.timeline import Activity, Timeline, n_steady_steps
+from realhf.plan.train_schedule import PromptRange, TrainSchedule
 
 SPEC = InterfaceSpec("any")
 GRAPH = Graph(

@@ -12,7 +12,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction
-from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
+from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall
 from realhf.plan.search.evaluate import PythonEvaluator
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.planner import N_STEPS, N_STEPS_AHEAD
@@ -20,6 +20,7 @@ from realhf.plan.search.problem import LayoutOption, Problem
 from realhf.plan.search.search import search
 from realhf.plan.search.simulate import run_calls, simulate
 from realhf.plan.search.timeline import steady_steps
+from realhf.plan.train_schedule import TrainSchedule
 from tests.plan.search.planners import WIDE, layout, ppo_planner
 
 SPEC = InterfaceSpec("any")

@@ -5,10 +5,10 @@ import pytest
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.machine import Cost, Workload
 from realhf.api.program import Compute, Instruction, Reallocate
-from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Prediction
+from realhf.plan.train_schedule import TrainSchedule
 from tests.plan.search.planners import layout, ppo_planner
 
 SECONDS = {"actor_gen": 4.0, "rew_inf": 1.0, "ref_inf": 2.0, "critic_inf": 1.0, "critic_train": 3.0, "actor_train": 6.0}

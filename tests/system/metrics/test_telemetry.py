@@ -20,8 +20,9 @@ from realhf.arch.flops import generate_flops, matrix_params, train_flops
 from realhf.base.errors import RunFailed
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
-from realhf.plan.compile.schedule import PromptRange, RowsReady
+from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
+from realhf.plan.train_schedule import PromptRange
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, trace_lines
 from realhf.system.metrics.worker_metrics import StepMetrics, microseconds
