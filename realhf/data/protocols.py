@@ -98,6 +98,8 @@ class Engine(Protocol):
     ) -> SequenceBatch:
         """Sample ``n`` responses to every row of column ``prompts``; rows are ``(prompt, 0..n-1)`` in that order.
 
+        With ``config.keep_first`` only the rows of each prompt that end first, the shortest.
+
         Columns, of length ``[T]`` unless stated: ``tokens`` (int64, prompt and response), ``prompt_mask`` (uint8),
         ``logprobs`` (float32, of the tempered distribution as in training; 0 on the prompt), ``sampling_logprobs``
         (float32, after top-k, top-p and min_new_tokens), and ``truncated`` (``[B]`` uint8, 1 if the response has no

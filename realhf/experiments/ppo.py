@@ -170,7 +170,7 @@ class PPOExperiment(Experiment):
         """Return the calls on held-out prompts: ``eval_gen`` first, ``eval_rew`` last."""
         if not self.dataset.holds_out:
             return []
-        sampling = replace(self.ppo.gen.without_rounding(), **vars(self.evaluation))
+        sampling = replace(self.ppo.gen.without_rounding(), keep_first=None, **vars(self.evaluation))
         gen = self.eval_rollout_mfc(sampling)
         rewards = self.without_selection().reward_mfcs()
         return [gen, *(replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in rewards)]

@@ -22,7 +22,7 @@ class ReMaxExperiment(PPOMathExperiment):
     greedy_rew: MFCConfig = opt(MFCConfig, "rewards of greedy responses")
 
     def more_mfcs(self) -> list[MFC]:
-        greedy = InterfaceSpec("generation", to_plain(replace(self.ppo.gen, greedy=True)))
+        greedy = InterfaceSpec("generation", to_plain(replace(self.ppo.gen, greedy=True, keep_first=None)))
         (reward,) = self.without_selection().reward_mfcs()
         aliases = {"greedy_tokens": "tokens", "greedy_prompt_mask": "prompt_mask"}
         others = tuple(key for key in reward.inputs if key not in aliases.values())

@@ -13,6 +13,7 @@ from tests.integration.conftest import Run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 TWO = "n_gpus_per_node=2"
+FIRST = ["ppo.group_size=4", "ppo.gen.keep_first=2", "n_logged_generations=-1"]
 Runs = dict[str, Run]
 
 
@@ -50,13 +51,16 @@ def runs(
         ],
         "failing": [TWO, f"reward.fn={reward_file}:failing", "reward.max_failures=1", "n_logged_generations=-1"],
         "custom": [f"reward.fn={EXAMPLES}/custom_reward.py:reward", "exp_ctrl.total_train_steps=1"],
+        "first": FIRST,
+        "first_two": [*FIRST, TWO, "allocation_mode=actor_gen:p2,*:d2", "ppo.gen.max_num_seqs=5"],
         "math": ["reward.fn=math", "exp_ctrl.total_train_steps=1", "ppo.gen.greedy=True", "save_roles=[actor]"],
     }
     return realhf_all("ppo-math", tmp_path_factory.mktemp("variants"), variants, ppo_words)
 
 
 def test_every_variant_runs_all_steps(runs: Runs) -> None:
-    steps = {"best": 3, "no_critic": 3, "bf16": 4, "failing": 3, "custom": 1, "math": 1}
+    steps = {"best": 3, "no_critic": 3, "bf16": 4, "failing": 3, "custom": 1, "math": 1, "first": 3,
+             "first_two": 3}  # fmt: skip
     assert {name: len(run.metrics) for name, run in runs.items()} == steps
     for run in runs.values():
         for line in run.metrics:
@@ -131,7 +135,11 @@ def generated(
         "sampling.max_new_tokens=10",
         "sampling.temperature=0.8",
     ]
-    variants = {"one": ["mode=inline"], "two": [TWO, "sampling.max_num_seqs=4", "dataset.train_bs_n_seqs=17"]}
+    variants = {
+        "one": ["mode=inline"],
+        "two": [TWO, "sampling.max_num_seqs=4", "dataset.train_bs_n_seqs=17"],
+        "first": [TWO, "allocation_mode=p2", "sampling.max_num_seqs=4", "sampling.keep_first=2"],
+    }
     return realhf_all("gen", tmp_path_factory.mktemp("gen"), variants, words)
 
 
@@ -148,3 +156,21 @@ def test_generation_writes_every_response(generated: Runs, task: Task) -> None:
 def test_responses_do_not_depend_on_layout_or_batching(generated: Runs) -> None:
     rows = generated["one"].generations(1) + generated["one"].generations(2)
     assert generated["two"].generations(1) == rows
+
+
+def test_the_responses_that_end_first_are_written(generated: Runs) -> None:
+    rows = generated["one"].generations(1) + generated["one"].generations(2)
+    groups = [sorted(rows[i : i + 3], key=lambda row: (row["answer_tokens"], row["sample"])) for i in range(0, 51, 3)]
+    expected = [row for group in groups for row in sorted(group[:2], key=lambda row: row["sample"])]
+    assert generated["first"].generations(1) + generated["first"].generations(2) == expected
+
+
+def test_training_on_the_responses_that_end_first(runs: Runs) -> None:
+    """The policy learns from two of four responses, on one worker and on two, and evaluates all."""
+    one, two = runs["first"], runs["first_two"]
+    for line, other in zip(one.metrics, two.metrics, strict=True):
+        rows = one.generations(int(line["step"]))
+        prompts = {row["prompt_id"] for row in rows}
+        assert len(rows) == 2 * len(prompts) and two.generations(int(line["step"])) == rows
+        assert line["actor_gen/response_length"] == pytest.approx(sum(r["answer_tokens"] for r in rows) / len(rows))
+        assert other["actor_train/grad_norm"] == pytest.approx(line["actor_train/grad_norm"], rel=1e-4)

@@ -210,8 +210,9 @@ def check_no_critic(ppo: PPOConfig) -> list[str]:
 
 
 def check_group(ppo: PPOConfig) -> list[str]:
-    problem = f"ppo.advantage={ppo.advantage.value} compares responses: it needs ppo.group_size > 1"
-    return ([] if ppo.group_size > 1 else [problem]) + check_no_critic(ppo)
+    options = [name for name, n in (("group_size", ppo.group_size), ("gen.keep_first", ppo.gen.keep_first)) if n == 1]
+    name = f"ppo.advantage={ppo.advantage.value}"
+    return [f"{name} compares responses: it needs ppo.{option} > 1" for option in options] + check_no_critic(ppo)
 
 
 def check_gdpo(ppo: PPOConfig) -> list[str]:

@@ -92,7 +92,8 @@ class VineRollouts:
         prompts = Column.of(states.prompts) if ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
         budgets = torch.tensor(states.budgets, dtype=torch.int64, device=device)
         batch = SequenceBatch(ids, {"prompts": prompts}).with_scalars("budget", budgets)
-        return engine.generate(batch, self.config.ppo.gen, self.config.vine.n_rollouts, self.context.seed + 1)
+        sampling = replace(self.config.ppo.gen, keep_first=None)
+        return engine.generate(batch, sampling, self.config.vine.n_rollouts, self.context.seed + 1)
 
     def columns(self, starts: list[list[int]], states: list[list[int]], sampled: SequenceBatch) -> dict[str, Column]:
         """Return the output columns; row i has the steps ``starts[i]`` and the state indices ``states[i]``."""

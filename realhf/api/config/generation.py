@@ -30,6 +30,12 @@ class GenerationConfig:
         CacheType.auto,
         "on CPUs, the type of cached keys and values: bfloat16, or auto, that of the model; see weight_dtype",
     )
+    keep_first: int | None = opt(
+        None,
+        "responses per prompt that are kept: those that end first; the others are cancelled (default: all); favours "
+        "short responses",
+        COUNT,
+    )
     max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)", COUNT)
 
     @property

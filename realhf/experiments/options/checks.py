@@ -41,9 +41,12 @@ def unmet(checks: Sequence[tuple[object, str]]) -> list[str]:
     return [message for holds, message in checks if not holds]
 
 
-def sampling_problems(name: str, gen: GenerationConfig) -> list[str]:
-    """Return the invalid options of ``gen``, whose option group is ``name``."""
+def sampling_problems(name: str, gen: GenerationConfig, n_responses: int | None = None) -> list[str]:
+    """Return the invalid options of ``gen``, whose option group is ``name``; default: ``gen.n`` responses."""
+    n = n_responses or gen.n
     return unmet([
+        (gen.keep_first is None or gen.keep_first <= n,
+         f"{name}.keep_first={gen.keep_first} is larger than the number of responses per prompt, {n}"),
         (gen.min_new_tokens <= gen.max_new_tokens,
          f"{name}.min_new_tokens={gen.min_new_tokens} is larger than {name}.max_new_tokens={gen.max_new_tokens}"),
     ])  # fmt: skip
@@ -112,6 +115,7 @@ def env_problems(env: EnvConfig, ppo: PPOConfig, max_staleness: int) -> list[str
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
         (not ppo.gen.prompt_lookup_num_tokens,
          "ppo.gen.prompt_lookup_num_tokens is for single responses; not with env.cls"),
+        (ppo.gen.keep_first is None, "ppo.gen.keep_first is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
         (ppo.length_penalty.value == "none", "ppo.length_penalty is for single responses; not with env.cls"),
         (ppo.gae_lambda_alpha is None, "ppo.gae_lambda_alpha is for single responses; not with env.cls"),
@@ -127,6 +131,8 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     problems = unmet([
         (ppo.generation_size is None or ppo.generation_size >= ppo.group_size,
          f"ppo.generation_size={ppo.generation_size} is smaller than ppo.group_size={ppo.group_size}"),
+        (ppo.gen.keep_first is None or ppo.generation_size is None or ppo.gen.keep_first >= ppo.group_size,
+         f"ppo.gen.keep_first={ppo.gen.keep_first} is smaller than ppo.group_size={ppo.group_size}"),
         (not ppo.group_adv_norm or ppo.group_size > 1, "ppo.group_adv_norm needs ppo.group_size > 1"),
         (not ppo.dynamic_sampling or ppo.group_size > 1, "ppo.dynamic_sampling needs ppo.group_size > 1"),
         (ppo.ppo_n_minibatches <= batch,
@@ -147,7 +153,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     ])  # fmt: skip
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
     problems += CORRECTIONS[ppo.importance.value].check(ppo) + LENGTH_PENALTIES[ppo.length_penalty.value].check(ppo)
-    return problems + sampling_problems("ppo.gen", ppo.gen)
+    return problems + sampling_problems("ppo.gen", ppo.gen, ppo.generation_size or ppo.group_size)
 
 
 def unused_curriculum(data: DatasetConfig, name: str) -> list[str]:

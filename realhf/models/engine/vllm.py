@@ -18,7 +18,7 @@ from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
 from realhf.data.batch import SequenceBatch
 from realhf.data.turns import TurnDriver
-from realhf.models.engine.decode.generate import build_result, empty_result
+from realhf.models.engine.decode.generate import build_result, empty_result, first_responses
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.decode.session import broadcast_bytes
 from realhf.models.engine.native import NativeEngine
@@ -95,7 +95,7 @@ class VllmEngine(NativeEngine):
             row = int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))
             response = tokens[int(counts[:row].sum()) : int(invalid[0])]
             raise nonfinite_logits(self.model, request, row, response.tolist())
-        return build_result(request, counts, tokens, torch.stack((logprobs, logprobs)))
+        return first_responses(build_result(request, counts, tokens, torch.stack((logprobs, logprobs))), request)
 
     def sample_turns(
         self,

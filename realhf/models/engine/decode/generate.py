@@ -44,7 +44,23 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
         pipeline.generate(groups)
     for group in groups:
         group.close()
-    return _assemble(pipeline, request, groups)
+    result = _assemble(pipeline, request, groups)
+    return first_responses(result, request, [row for group in groups for row in group.slots.cancelled])
+
+
+def first_responses(result: SequenceBatch, request: Request, cancelled: Sequence[int] = ()) -> SequenceBatch:
+    """Return the ``n_kept`` responses of every prompt that end first: the shortest, then the first.
+
+    Cancelled rows are as long as the last of these, and had not ended.
+    """
+    if request.n_kept == request.n:
+        return result
+    lengths = result.lengths("tokens")
+    ranking = [(lengths[row], row) for row in range(len(lengths))]
+    for row in cancelled:
+        ranking[row] = lengths[row] + 1, row
+    by_prompt = (ranking[start : start + request.n] for start in range(0, len(ranking), request.n))
+    return result.select(sorted(row for group in by_prompt for _, row in sorted(group)[: request.n_kept]))
 
 
 def empty_result(device: torch.device) -> SequenceBatch:

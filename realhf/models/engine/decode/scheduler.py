@@ -3,6 +3,7 @@
 Groups of slots share a queue of rows. Every stage of a pipeline computes the same state from the same tokens.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from realhf.ops.cascade import PrefixGroups, group_prefixes
 from realhf.ops.rows import on_device
 
 IntTable = npt.NDArray[np.int64]
+NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Request:
     @property
     def n_rows(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def n_kept(self) -> int:
+        """The number of responses per prompt that are results: the shortest ones, the first ones of equal length."""
+        return min(self.config.keep_first or self.n, self.n)
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:
@@ -142,7 +149,8 @@ class SlotTable:
     A turn samples one token for each of the last ``n_sampling`` live rows: all of them in a decoding step, the newly
     admitted ones if there is a ``prefill``. A group without live rows is finished. With ``shares_prefix`` a prompt is
     stored in the slot of one of its rows; when that row is evicted, another one becomes the owner. ``copies_prefixes``
-    is as for ``plan_prefill``. The state is in numpy arrays in host memory: updates are many small operations, on which
+    is as for ``plan_prefill``. With ``request.n_kept`` the rows of a prompt are cancelled that are as long as the last
+    one that is kept. The state is in numpy arrays in host memory: updates are many small operations, on which
     a device would have to synchronise.
     """
 
@@ -157,6 +165,9 @@ class SlotTable:
         self.request, self.queue, self.n_slots, self.shares_prefix = request, queue, n_slots, shares_prefix
         self._copies_prefixes = copies_prefixes
         self.sampled: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, by turn
+        self.cancelled: list[int] = []  # rows that were evicted before their end
+        self._ended_counts: dict[int, list[int]] = {}  # by prompt, with request.n_kept
+        self._cancel_counts = np.full(len(request.prompts), NEVER)
         self._stops = np.array(request.stop_ids, np.int64)
         self._set_table(np.empty((8, 0), np.int64))
         self._schedule()
@@ -259,7 +270,20 @@ class SlotTable:
     def _ends(self, slots: IntTable) -> npt.NDArray[np.bool_]:
         """Return which rows have ended with their last token."""
         stopped: npt.NDArray[np.bool_] = (self.last[slots, None] == self._stops).any(1)
-        return stopped | (self._counts[slots] >= self._limits[slots])
+        ended = stopped | (self._counts[slots] >= self._limits[slots])
+        return ended if self.request.n_kept == self.request.n else ended | self._cancel(slots, ended)
+
+    def _cancel(self, slots: IntTable, ended: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which of the rows that have not ended cannot be among those of their prompt that are kept."""
+        prompts, n_kept = self.rows[slots] // self.request.n, self.request.n_kept
+        for prompt, count in zip(prompts[ended].tolist(), self._counts[slots[ended]].tolist(), strict=True):
+            counts = self._ended_counts.setdefault(prompt, [])
+            insort(counts, count)
+            if len(counts) >= n_kept:
+                self._cancel_counts[prompt] = counts[n_kept - 1]
+        cancelled: npt.NDArray[np.bool_] = ~ended & (self._counts[slots] >= self._cancel_counts[prompts])
+        self.cancelled += self.rows[slots[cancelled]].tolist()
+        return cancelled
 
     def sampling(self, indices: IntTable | None = None) -> IntTable:
         """Return the slots of this turn's samples, or of those with some indices."""

@@ -16,9 +16,10 @@ MAX_RESPONSE, STOPS = 5, (1, 2)
 EMPTY = ("empty", 0, 0)
 
 
-def request_of(lengths: Sequence[int], n: int, budget: int) -> Request:
+def request_of(lengths: Sequence[int], n: int, budget: int, keep_first: int | None = None) -> Request:
     numbers = [10 * i + 7 for i in range(len(lengths))]
-    return Request(prompts_of(lengths, numbers), GenerationConfig(max_new_tokens=MAX_RESPONSE), n, 0, STOPS, budget)
+    config = GenerationConfig(max_new_tokens=MAX_RESPONSE, keep_first=keep_first)
+    return Request(prompts_of(lengths, numbers), config, n, 0, STOPS, budget)
 
 
 class SimulatedGroup:
@@ -101,6 +102,32 @@ def test_every_row_is_sampled_to_its_end_in_any_slots(
     for row, response in enumerate(responses):
         end = next((i for i, token in enumerate(response) if token in STOPS), MAX_RESPONSE - 1)
         assert sampled[row] == response[: end + 1]
+
+
+@settings(max_examples=examples(150))
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_rows_are_cancelled_as_soon_as_enough_of_their_prompt_have_ended(
+    data: st.DataObject, n_prompts: int, n: int, shares_prefix: bool
+) -> None:
+    """With a slot for every row they are as long as the last row that is kept; with fewer slots not shorter."""
+    kept = data.draw(st.integers(1, n))
+    request = request_of([3] * n_prompts, n, 100, kept)
+    responses = data.draw(st.lists(RESPONSE, min_size=request.n_rows, max_size=request.n_rows))
+    ends = [next((i for i, t in enumerate(row) if t in STOPS), MAX_RESPONSE - 1) + 1 for row in responses]
+    n_slots = data.draw(st.integers(1, request.n_rows))
+    group = SimulatedGroup(request, deque(range(request.n_rows)), n_slots, shares_prefix)
+    while group.slots.n_live:
+        group.turn(responses)
+    counts = torch.cat([rows for rows, _ in group.slots.sampled]).bincount().tolist()
+    cancelled = set(group.slots.cancelled)
+    assert len(cancelled) == len(group.slots.cancelled)
+    for start in range(0, request.n_rows, n):
+        rows = range(start, start + n)
+        last = sorted(ends[row] for row in rows)[kept - 1]
+        for row in rows:
+            assert counts[row] < ends[row] if row in cancelled else counts[row] == ends[row]
+            assert row not in cancelled or counts[row] >= last
+            assert n_slots < request.n_rows or counts[row] == min(ends[row], last)
 
 
 def test_rows_are_admitted_within_the_prefill_budget() -> None:
