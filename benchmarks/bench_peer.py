@@ -2,9 +2,9 @@
 
     python benchmarks/bench_peer.py [decode] [train] [--rounds N] [--models tiny,small] [--threads N] [--bf16]
 
-The baselines are ``generate`` and a padded training step. 16 prompts with 8 responses each, which end by a stop token
-(1 in 32) or after 64 tokens. Figures are medians; both run in turns. On a shared machine only ratios are meaningful.
-Whole steps of TRL are in bench_trl.py.
+The baselines are ``generate``, a padded training step, and one over packed rows (``position_ids`` tell transformers
+where a row begins). 16 prompts with 8 responses each, which end by a stop token (1 in 32) or after 64 tokens. Figures
+are medians; both run in turns. On a shared machine only ratios are meaningful. Whole steps of TRL are in bench_trl.py.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from realhf.models.engine.native import NativeEngine, build_engine
 
 N_PROMPTS, N_RESPONSES, N_NEW, MEAN = 16, 8, 64, 32
 TURN_S = 1.0
+PACKED_SIZES = (128, 256, 512)
+"""Tokens of a sequence of packed rows in transformers."""
 SIZES = {
     "tiny": (31, lambda: LlamaForCausalLM(LlamaConfig(
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=352,
@@ -137,7 +139,8 @@ def our_step(pair: ModelPair) -> None:
     pair.ours.train(batch, loss, float(batch["mask"].sum()))
 
 
-def their_step(pair: ModelPair, optimizer: torch.optim.Optimizer) -> None:
+def their_step(pair: ModelPair, optimizer: torch.optim.Optimizer) -> float:
+    """Train on padded rows, and return the loss."""
     rows = [torch.cat((pair.prompts[i // N_RESPONSES], tokens)) for i, tokens in enumerate(pair.responses)]
     longest = max(map(len, rows))
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -146,14 +149,58 @@ def their_step(pair: ModelPair, optimizer: torch.optim.Optimizer) -> None:
         tokens[i, : len(row)] = row
         attended[i, : len(row)] = 1
         trained[i, len(row) - len(response) : len(row)] = 1
+    passes = [
+        (tokens[some : some + 32], {"attention_mask": attended[some : some + 32]}, trained[some : some + 32])
+        for some in range(0, len(rows), 32)
+    ]
+    return train_theirs(pair, optimizer, passes, int(trained.sum()))
+
+
+def train_theirs(
+    pair: ModelPair, optimizer: torch.optim.Optimizer, passes: list[tuple[Tensor, dict[str, Tensor], Tensor]], n: int
+) -> float:
+    """Make one update with a policy-gradient loss, and return the loss.
+
+    A pass has tokens [B, T], inputs besides them, and which tokens are trained [B, T]; ``n`` are trained in total.
+    """
     optimizer.zero_grad()
-    for some in range(0, len(rows), 32):
-        part = slice(some, some + 32)
-        logits = pair.theirs(input_ids=tokens[part], attention_mask=attended[part]).logits[:, :-1]
-        of_tokens = logits.float().log_softmax(-1).gather(2, tokens[part, 1:, None])[..., 0]
-        (-(of_tokens * trained[part, 1:]).sum() / trained.sum()).backward()
+    total = 0.0
+    for tokens, inputs, trained in passes:
+        logits = pair.theirs(input_ids=tokens, **inputs).logits[:, :-1]
+        of_tokens = logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        loss = -(of_tokens * trained[:, 1:]).sum() / n
+        loss.backward()
+        total += loss.item()
     torch.nn.utils.clip_grad_norm_(pair.theirs.parameters(), 1.0)
     optimizer.step()
+    return total
+
+
+def their_packed_step(pair: ModelPair, optimizer: torch.optim.Optimizer, size: int) -> float:
+    """Train on rows that are packed into sequences of ``size`` tokens, and return the loss."""
+    bins: list[list[tuple[Tensor, int]]] = []
+    rows = [(pair.prompts[i // N_RESPONSES], tokens) for i, tokens in enumerate(pair.responses)]
+    for prompt, response in sorted(rows, key=lambda row: -sum(map(len, row))):
+        entry = torch.cat((prompt, response)), len(response)
+        fits = (some for some in bins if sum(len(tokens) for tokens, _ in some) + len(entry[0]) <= size)
+        if (found := next(fits, None)) is None:
+            bins.append([entry])
+        else:
+            found.append(entry)
+    tokens, positions, trained = (torch.zeros(len(bins), size, dtype=torch.int64) for _ in range(3))
+    for i, some in enumerate(bins):
+        at = 0
+        for row, n in some:
+            end = at + len(row)
+            tokens[i, at:end], positions[i, at:end], trained[i, end - n : end] = row, torch.arange(len(row)), 1
+            at = end
+        positions[i, at:] = torch.arange(size - at)
+    per_pass = max(1, 2048 // size)
+    passes = [
+        (tokens[i : i + per_pass], {"position_ids": positions[i : i + per_pass]}, trained[i : i + per_pass])
+        for i in range(0, len(bins), per_pass)
+    ]
+    return train_theirs(pair, optimizer, passes, int(trained.sum()))
 
 
 def in_turns(functions: dict[str, Callable[[int], float]], rounds: int) -> dict[str, float]:
@@ -186,16 +233,20 @@ def decode(pair: ModelPair, rounds: int) -> None:
 def train(pair: ModelPair, rounds: int) -> None:
     optimizer = torch.optim.AdamW(pair.theirs.parameters(), lr=1e-4, fused=True)
 
-    def once(step: Callable[[], None]) -> Callable[[int], float]:
+    def once(step: Callable[[], object]) -> Callable[[int], float]:
         def run(_: int) -> float:
             step()
             return 1.0
 
         return run
 
-    rates = in_turns({"realhf": once(lambda: our_step(pair)), "padded": once(lambda: their_step(pair, optimizer))},
-                     rounds)  # fmt: skip
-    report(f"training step {pair.name}", rates, "steps/s")
+    ours, padded = once(lambda: our_step(pair)), once(lambda: their_step(pair, optimizer))
+    packed = {
+        f"packed {size}": once(lambda size=size: their_packed_step(pair, optimizer, size)) for size in PACKED_SIZES
+    }
+    rates = in_turns({"realhf": ours, "padded": padded, **packed}, rounds)
+    report(f"training step {pair.name}", {name: rate for name, rate in rates.items() if name not in packed}, "steps/s")
+    report("    against packing", {name: rate for name, rate in rates.items() if name != "padded"}, "steps/s")
 
 
 SUBJECTS = {"decode": decode, "train": train}

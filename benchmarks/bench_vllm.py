@@ -1,6 +1,7 @@
 """vLLM against the native engine: tokens sampled per second, and the time of a weight push.
 
     make vllm; python benchmarks/bench_vllm.py [decode] [push] [adapters] [--python .venv-vllm/bin/python] [--rounds N]
+        [--models tiny,small,135m]
 
 ``decode`` is that of bench_peer.py: 16 prompts with 8 responses of 32 tokens on average, both with log-probabilities,
 float32, two threads; vLLM in eager mode. ``push`` sends 100 M parameters; the baseline is a torch copy. ``adapters``
@@ -94,9 +95,9 @@ def sampled_tokens(engine: VllmEngine, seed: int) -> int:
     return int((found["prompt_mask"] == 0).sum())
 
 
-def decode(python: str, rounds: int) -> None:
+def decode(python: str, rounds: int, models: str) -> None:
     """Print the tokens sampled per second; both engines run in turns."""
-    for size in ("tiny", "small"):
+    for size in models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             pair = model_pair(size, Path(folder) / "model", bf16=False, shared_name="model")
             engine = with_vllm(
@@ -114,11 +115,12 @@ def main() -> None:
     parser.add_argument("subjects", nargs="*", choices=["decode", "push", "adapters", []], default=["decode", "push"])
     parser.add_argument("--python", default=".venv-vllm/bin/python")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", default="tiny,small", help="for decode")
     options = parser.parse_args()
     torch.set_num_threads(2)
     python = str(Path(options.python).absolute())
     if "decode" in options.subjects:
-        decode(python, options.rounds)
+        decode(python, options.rounds, options.models)
     for pack in (False, True) if "push" in options.subjects else ():
         push(python, options.rounds, pack)
     for bf16 in (False, True) if "adapters" in options.subjects else ():
