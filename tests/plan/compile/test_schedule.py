@@ -91,15 +91,18 @@ class Trace:
 
 def play(
     picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, strict: bool = False,
-    replayed: Collection[int] = (), **sizes: int,
+    replayed: Collection[int] = (), pause: int | None = None, **sizes: int,
 ) -> Trace:  # fmt: skip
-    """``replayed`` are steps whose rows of ``gen``, in calls of two prompts, are in a checkpoint."""
+    """``replayed`` are steps whose rows of ``gen``, in calls of two prompts, are in a checkpoint.
+
+    With ``pause`` training of each step waits for so many events, or until nothing else is in progress.
+    """
     graph = ppo(**sizes)
     schedule = replace(SCHEDULE, resamples=graph.filter_mfc.resamples if graph.filter_mfc else 0)
     known = [("gen", PromptRange(step, a, a + 2)) for step in replayed for a in (4 * step, 4 * step + 2)]
-    state = MasterState(graph, plan_of(graph), schedule, staleness, strict, known)
+    state = MasterState(graph, plan_of(graph), schedule, staleness, strict, known, pauses_training=pause is not None)
     trace = Trace(state, state.start())
-    todo = trace.note(trace.first)
+    todo, waited = trace.note(trace.first), 0
     while todo:
         event = reply(state, todo.pop(picks[len(trace.events) % len(picks)] % len(todo)), keep)
         trace.log.append(("Done", event.mfc or "", event.span.start, event.span.stop))
@@ -107,6 +110,11 @@ def play(
         trace.events.append((event, actions))
         assert len(trace.events) < 400, "the run does not end"
         todo += trace.note(actions)
+        waited = waited + 1 if state.is_paused and not any(isinstance(a, FinishStep) for a in actions) else 0
+        if state.is_paused and (waited >= (pause or 0) or not todo):
+            trace.log.append(("Resume", "", 0, 0))
+            trace.events.append((RowsReady(None, event.span, {}), state.resume()))
+            todo += trace.note(trace.events[-1][1])
     return trace
 
 
@@ -252,6 +260,30 @@ def test_holders_are_correct_and_no_row_is_sent_twice(
     """Track the row stores of all workers: calls are executed in sending order."""
     keep = best_of_two if is_best else lambda mfc, row: True
     trace = play(picks, keep, staleness, replayed=replayed, gen=2, train=3)
+    check_rows(trace, staleness)
+
+
+@settings(max_examples=examples(60))
+@given(PICKS, st.integers(0, 3), st.integers(0, 2), st.integers(1, 4), st.integers(0, 12))
+def test_training_waits_for_an_evaluation(
+    picks: list[int], staleness: int, resamples: int, size: int, pause: int
+) -> None:
+    """Nothing is trained between the end of a step and ``resume``; all else is as without a pause."""
+    keep = keep_some(2, 0)
+    trace = play(picks, keep, staleness, True, pause=pause, resamples=resamples, gen=size)
+    check_rows(trace, staleness=0)
+    trained = [span for what, mfc, *span in trace.log if (what, mfc) == ("Dispatch", "train")]
+    whole = play(picks, keep, staleness, True, resamples=resamples, gen=size)
+    assert trace.state.is_over
+    assert trained == [span for what, mfc, *span in whole.log if (what, mfc) == ("Dispatch", "train")]
+    may_train = False
+    for what, mfc, *_ in trace.log:
+        may_train = what == "Resume" or (may_train and what != "FinishStep")
+        assert may_train or (what, mfc) not in {("Dispatch", "train"), ("Dispatch", "critic_train")}
+
+
+def check_rows(trace: Trace, staleness: int) -> None:
+    """Check that all calls find their rows, which are sent once, if workers execute messages in sending order."""
     stores: dict[int, set[tuple[str, RowId]]] = {rank: set() for rank in range(4)}
     for event, actions in trace.events:
         for rank, meta in event.outputs.items():
