@@ -23,7 +23,7 @@ from realhf.system.checkpoint.best_models import BestModels, BestRecord
 from realhf.system.checkpoint.manifest import Manifest, Rollout, checkpoints_of, commit, flat_options, tmp_folder
 from realhf.system.evaluation import Evaluation
 from realhf.system.metrics.telemetry import Telemetry, sum_stats
-from realhf.system.requests import OnReplies, Request
+from realhf.system.requests import OnReplies, WorkerRequest
 from realhf.system.transport.channel import MasterEnd
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 from realhf.system.transport.reply_receiver import NODE_GRACE_S, ReplyReceiver, format_ranks
@@ -69,10 +69,10 @@ class Master:
         )
         self.state.states |= last[1].states if last else {}
         self.curriculum = self._curriculum(schedule, last[1].curriculum if last else None)
-        self.pending_checkpoint: tuple[Manifest, list[Request]] | None = None
+        self.pending_checkpoint: tuple[Manifest, list[WorkerRequest]] | None = None
         self.uncommitted: set[int] = set()  # steps of checkpoints in progress
-        self.rollouts: list[Request] = []  # of generating calls of unfinished steps
-        self.requests: dict[int, Request] = {}
+        self.rollouts: list[WorkerRequest] = []  # of generating calls of unfinished steps
+        self.requests: dict[int, WorkerRequest] = {}
         self.evaluation: Evaluation | None = None  # in progress
         self.pending_events: list[RowsReady] = []  # of training, received during an evaluation
         self.last_request = 0
@@ -154,7 +154,7 @@ class Master:
         for rank in ranks:
             is_due[rank] = 1
         self.last_request += 1
-        self.requests[self.last_request] = Request(name, step, mfc, is_due, sum(is_due), left, on_replies)
+        self.requests[self.last_request] = WorkerRequest(name, step, mfc, is_due, sum(is_due), left, on_replies)
         return self.last_request
 
     def _perform(self, actions: Sequence[Action]) -> None:
@@ -188,7 +188,7 @@ class Master:
         reply = messages.Done(0, 0, rollout.outputs, rollout.stats)
         self.telemetry.call_done(call, [reply])
         self.pending_events.append(RowsReady(call.mfc, rollout.span, {0: rollout.outputs}))
-        done = Request(call.mfc, call.step, call.mfc, bytearray(), 0, lambda: 0.0, lambda replies: None)
+        done = WorkerRequest(call.mfc, call.step, call.mfc, bytearray(), 0, lambda: 0.0, lambda replies: None)
         self.rollouts.append(replace(done, rollout=rollout))
 
     def _prepare(self, span: PromptRange, call: messages.PrepareCall) -> int:

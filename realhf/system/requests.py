@@ -12,7 +12,7 @@ OnReplies = Callable[[list[Done]], RowsReady | None]
 
 
 @dataclass
-class Request:
+class WorkerRequest:
     name: str
     step: int
     mfc: str  # empty if the request is not of an MFC
