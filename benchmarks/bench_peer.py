@@ -166,7 +166,8 @@ def train_theirs(
     optimizer.zero_grad()
     total = 0.0
     for tokens, inputs, trained in passes:
-        logits = pair.theirs(input_ids=tokens, **inputs).logits[:, :-1]
+        # a cache would hide from transformers that rows are packed
+        logits = pair.theirs(input_ids=tokens, use_cache=False, **inputs).logits[:, :-1]
         of_tokens = logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
         loss = -(of_tokens * trained[:, 1:]).sum() / n
         loss.backward()
