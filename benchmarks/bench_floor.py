@@ -9,17 +9,14 @@ for rows of mean length.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from bench_peer import N_RESPONSES
-from bench_trl import STEPS, n_prompts, our_words, prepare
+from bench_trl import n_prompts, our_metrics, prepare
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import generate_flops
@@ -48,31 +45,18 @@ def step_flops(config: ModelConfig, line: dict[str, float], prompts: int) -> flo
     return 4 * generate_flops(config, [prompt] * prompts, [prompt + response] * (prompts * N_RESPONSES))
 
 
-def steps(name: str, folder: Path, number: int, threads: int) -> list[tuple[float, float]]:
-    """Return the seconds and the operations of each step of a run, without the first."""
-    root, words = folder / f"run{number}", our_words("grpo", folder, n_prompts(name))
-    subprocess.run([
-        sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart", *words, "device=cpu",
-        f"fileroot={root}", "experiment_name=e", "trial_name=t", f"exp_ctrl.total_train_steps={STEPS[name]}",
-        f"n_gpus_per_node={threads}", "threads_per_worker=1", f"allocation_mode=d{threads}", "save_roles=[]",
-        "n_logged_generations=0", "tensorboard.enabled=False",
-    ], check=True, capture_output=True)  # fmt: skip
-    config = read_hf_config(folder / "model", scalar_head=False)
-    lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
-    return [(line["time/step_s"], step_flops(config, line, n_prompts(name))) for line in lines[1:]]
-
-
 def measure(name: str, rounds: int, threads: int) -> None:
-    ratios, floors, seconds, peaks = [], [], [], [peak()]
+    ratios, floors, seconds, peaks = list[float](), list[float](), list[float](), [peak()]
     with tempfile.TemporaryDirectory() as scratch:
         prepare(name, Path(scratch))
+        config = read_hf_config(Path(scratch) / "model", scalar_head=False)
         for number in range(rounds):
-            run = steps(name, Path(scratch), number, threads)
+            run = our_metrics("grpo", name, Path(scratch), number, threads)
             peaks.append(peak())
-            fastest = max(peaks[-2:])
-            seconds += [s for s, _ in run]
-            floors += [flops / fastest for _, flops in run]
-            ratios += [s / (flops / fastest) for s, flops in run]
+            times = [line["time/step_s"] for line in run]
+            least = [step_flops(config, line, n_prompts(name)) / max(peaks[-2:]) for line in run]
+            seconds, floors = seconds + times, floors + least
+            ratios += [time / floor for time, floor in zip(times, least, strict=True)]
     print(f"GRPO step {name:<6} {statistics.median(ratios):.2f} x the floor of its products   "
           f"({statistics.median(seconds):.3f} s of {statistics.median(floors):.3f} s; peak "
           f"{min(peaks) / 1e9:.0f}-{max(peaks) / 1e9:.0f} GFLOP/s)", flush=True)  # fmt: skip

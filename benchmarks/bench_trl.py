@@ -137,8 +137,8 @@ def prepare(name: str, folder: Path) -> None:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in preferred))
 
 
-def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:
-    """Return the seconds per step of our command line with a worker per core."""
+def our_metrics(subject: str, name: str, folder: Path, number: int, threads: int) -> list[dict[str, float]]:
+    """Run our command line with a worker per core; return the metrics of all steps but the first."""
     root, words = folder / f"ours{subject}{number}", our_words(subject, folder, n_prompts(name))
     subprocess.run([
         sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart", *words, "device=cpu",
@@ -147,7 +147,7 @@ def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -
         "n_logged_generations=0", "tensorboard.enabled=False",
     ], check=True, capture_output=True)  # fmt: skip
     lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["time/step_s"] for line in lines[1:])
+    return lines[1:]
 
 
 def their_step(peer: str, subject: str, name: str, folder: Path, threads: int, setting: str) -> float:
@@ -164,7 +164,8 @@ def compare(subject: str, name: str, rounds: int, threads: int, peer: str) -> No
         prepare(name, folder)
         times: dict[str, list[float]] = {}
         for number in range(rounds):
-            times.setdefault("realhf", []).append(our_step(subject, name, folder, number, threads))
+            steps = our_metrics(subject, name, folder, number, threads)
+            times.setdefault("realhf", []).append(statistics.median(line["time/step_s"] for line in steps))
             for setting in settings_of(subject, name):
                 seconds = their_step(peer, subject, name, folder, threads, setting)
                 times.setdefault(f"TRL, {setting}", []).append(seconds)

@@ -77,6 +77,15 @@ def test_a_row_depends_only_on_its_seed(vllm: VllmEngine) -> None:
     assert any(not torch.equal(row, together[i]) for i, row in other.items())
 
 
+def test_the_responses_that_end_first_are_kept(vllm: VllmEngine) -> None:
+    whole = vllm.generate(prompts_of(LENGTHS), PLAIN, 4, seed=5)
+    made = vllm.generate(prompts_of(LENGTHS), replace(PLAIN, keep_first=2), 4, seed=5)
+    lengths, rows = whole.lengths("tokens"), range(len(whole))
+    ranking = sorted(rows, key=lambda row: (row // 4, lengths[row], row))
+    expected = whole.select(sorted(row for place, row in enumerate(ranking) if place % 4 < 2))
+    assert made.ids == expected.ids and torch.equal(made["tokens"], expected["tokens"])
+
+
 def test_greedy_responses_equal_the_native_engine(engine: NativeEngine, vllm: VllmEngine) -> None:
     greedy = replace(PLAIN, greedy=True)
     ours, theirs = (e.generate(prompts_of(LENGTHS), greedy, 1, seed=5) for e in (engine, vllm))

@@ -257,10 +257,9 @@ def test_prompts_dropped_before_generation_do_not_hang() -> None:
 def test_holders_are_correct_and_no_row_is_sent_twice(
     picks: list[int], is_best: bool, replayed: set[int], staleness: int
 ) -> None:
-    """Track the row stores of all workers: calls are executed in sending order."""
     keep = best_of_two if is_best else lambda mfc, row: True
     trace = play(picks, keep, staleness, replayed=replayed, gen=2, train=3)
-    check_rows(trace, staleness)
+    assert wrong_rows(trace, staleness) == []
 
 
 @settings(max_examples=examples(60))
@@ -269,32 +268,33 @@ def test_training_waits_for_an_evaluation(picks: list[int], ahead: int, resample
     """Nothing is trained between the end of a step and ``resume``; all else is as without a pause."""
     sizes, keep = {"resamples": resamples, "gen": size}, keep_some(2, 0)
     trace, whole = (play(picks, keep, ahead, True, pause=some, **sizes) for some in (pause, None))
-    check_rows(trace, staleness=0)
     trained = [[d.span for d in run.dispatched if d.call.mfc == "train"] for run in (trace, whole)]
-    assert trace.state.is_over and trained[0] == trained[1]
+    assert trace.state.is_over and trained[0] == trained[1] and wrong_rows(trace, staleness=0) == []
     may_train = False
     for what, mfc, *_ in trace.log:
         may_train = what == "Resume" or (may_train and what != "FinishStep")
         assert may_train or (what, mfc) not in {("Dispatch", "train"), ("Dispatch", "critic_train")}
 
 
-def check_rows(trace: Trace, staleness: int) -> None:
-    """Check that all calls find their rows, which are sent once, if workers execute messages in sending order."""
-    stores: dict[int, set[tuple[str, RowId]]] = {rank: set() for rank in range(4)}
+def wrong_rows(trace: Trace, staleness: int) -> list[str]:
+    """Return calls that lack rows, or get rows again, if workers execute messages in sending order."""
+    wrong, stores = list[str](), {rank: set[tuple[str, RowId]]() for rank in range(4)}
     for event, actions in trace.events:
         for rank, meta in event.outputs.items():
             stores[rank] |= {(key, row) for key in meta.columns for row in meta.ids}
         for a in [a for a in actions if isinstance(a, Dispatch) and (a.call.mfc, a.span) not in trace.state.replayed]:
             call, layout = a.call, trace.state.plan[a.call.mfc].layout
             copies = plan_transfer(call, tuple(call.transferred), layout)
-            if staleness and a.call.mfc == "critic_train":  # "rew" has brought rows to worker 2
-                assert not any(c.src in MESHES["gen"] for c in copies if c.key in MADE)
-            assert all((c.key, c.row) in stores[c.src] and (c.key, c.row) not in stores[c.dst] for c in copies)
+            is_brought = staleness and a.call.mfc == "critic_train"  # "rew" has brought rows to worker 2
+            wrong += [f"{c} is late" for c in copies if is_brought and c.key in MADE and c.src in MESHES["gen"]]
             for c in copies:
+                is_needed = (c.key, c.row) in stores[c.src] and (c.key, c.row) not in stores[c.dst]
+                wrong += [] if is_needed else [f"{c} of {call.mfc}"]
                 stores[c.dst].add((c.key, c.row))
             for rank, part in zip(layout.dp_heads(), call.assignment, strict=True):
                 need = {(k, stored_row_id(call.inputs.ids[i], k, call.shared)) for k in call.holders.rows for i in part}
-                assert need <= stores[rank]
+                wrong += [f"{call.mfc} lacks {row}" for row in need - stores[rank]]
+    return wrong
 
 
 def keep_some(rate: int, salt: int) -> Keep:
