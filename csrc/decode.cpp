@@ -15,6 +15,7 @@
 
 #include "activations.h"
 #include "arena.h"
+#include "bf16_dot.h"
 #include "rope.h"
 #include "sampling_row.h"
 #include "tiles.h"
@@ -255,7 +256,7 @@ void run_steps(const Shape& shape, const BlockList& blocks, const std::vector<Li
   stage.layers = layers.data(), stage.n_layers = layers.size(), stage.final_norm = reader.norm(shape.hidden);
   stage.prefixes = prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr;
   const auto of_blocks = best_isa<RunStage<scalar_t>>(REALHF_ALL_ISAS(run_stage));
-  const auto product = best_isa<typename RowSteps<scalar_t>::Product>(REALHF_ALL_ISAS(tiled_gemm));
+  const auto product = best_isa<typename RowSteps<scalar_t>::Product>(REALHF_ALL_ISAS(tiled_gemm<scalar_t>));
   const auto run_rows = [&](int64_t from, int64_t stop, const Team& team) {
     std::vector<LiveRow> own(rows.begin() + from, rows.begin() + stop);
     RowSteps<scalar_t>(shape, stage, ends, of_blocks, product, std::move(own), rows.size(), team)

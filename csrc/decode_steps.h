@@ -8,7 +8,7 @@ template <typename scalar_t>
 struct Ends {
   const scalar_t *embed, *of_positions;  // [vocab, D]; [positions, D], or null
   float scales[2], logit_scale;
-  Matrix<float> head;
+  Matrix<scalar_t> head;
   int64_t vocab;
   uint64_t seed;
   DrawRule rule;
@@ -26,7 +26,7 @@ template <typename scalar_t>
 class RowSteps {
  public:
   using Blocks = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
-  using Product = void (*)(const Matrix<float>&, int64_t, const float*, float*, int64_t);
+  using Product = void (*)(const Matrix<scalar_t>&, int64_t, const float*, float*, int64_t);
 
   RowSteps(const Shape& shape, const Stage<scalar_t>& stage, const Ends<scalar_t>& ends, Blocks blocks, Product product,
            std::vector<LiveRow> rows, int64_t n_all, const Team& team)
@@ -97,7 +97,7 @@ class RowSteps {
 
   static void product_part(void* given, int64_t part) {
     auto& self = *static_cast<RowSteps*>(given);
-    const Matrix<float>& head = self.ends_.head;
+    const Matrix<scalar_t>& head = self.ends_.head;
     const int64_t n_tiles = head.outs / kPadding, from = part * n_tiles / self.n_threads() * kPadding;
     const int64_t outs = (part + 1) * n_tiles / self.n_threads() * kPadding - from;
     if (outs == 0) return;

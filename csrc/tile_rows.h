@@ -15,6 +15,23 @@ struct Tile {
   }
 };
 
+// Two adjacent numbers of an output are a word, the first in its lower half.
+template <>
+struct Tile<BFloat16> {
+  static constexpr int kStep = 2;
+  const char* words;
+
+  explicit REALHF_INLINE_MEMBER Tile(const char* from) : words(from) {}
+  REALHF_INLINE_MEMBER VecWords pairs(int64_t k, int part) const {  // of depths k and k + 1; k is even
+    VecWords both;
+    __builtin_memcpy(&both, words + k * kPadding * 2 + part * sizeof both, sizeof both);
+    return both;
+  }
+  REALHF_INLINE_MEMBER Vec at(int64_t k, int second, int part) const {
+    return (Vec)(second ? pairs(k, part) & 0xffff0000u : pairs(k, part) << 16);
+  }
+};
+
 // Four adjacent integers of an output are a word: shifts convert them faster than what the compiler makes of bytes.
 template <>
 struct Tile<int8_t> {
@@ -123,6 +140,10 @@ REALHF_INLINE void product(const Matrix<scalar_t>& matrix, int64_t rows, const f
   }
 }
 
+#ifdef REALHF_DOT_PAIRS
+#include "dot_rows.h"
+#endif
+
 // y[rows, outs] (+)= x[rows, depth] . weight^T + bias; a row's result does not depend on the other rows.
 template <typename scalar_t>
 REALHF_INLINE void linear(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
@@ -139,12 +160,16 @@ REALHF_INLINE void linear(const Matrix<scalar_t>& matrix, int64_t rows, const fl
     case TileType::float32:
       return product<float>(matrix, rows, x, adds, y, y_row);
     case TileType::bfloat16:
+#ifdef REALHF_DOT_PAIRS
+      if (sizeof(scalar_t) == sizeof(BFloat16)) return dot_product(matrix, rows, x, adds, y, y_row);
+#endif
       return product<BFloat16>(matrix, rows, x, adds, y, y_row);
     case TileType::int8:
       return product<int8_t>(matrix, rows, x, adds, y, y_row);
   }
 }
 
-REALHF_NOINLINE void tiled_gemm(const Matrix<float>& matrix, int64_t rows, const float* x, float* y, int64_t y_row) {
+template <typename scalar_t>
+REALHF_NOINLINE void tiled_gemm(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, float* y, int64_t y_row) {
   linear(matrix, rows, x, false, y, y_row);
 }

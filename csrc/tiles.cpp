@@ -13,6 +13,7 @@
 
 #include "activations.h"
 #include "arena.h"
+#include "bf16_dot.h"
 #include "rope.h"
 
 namespace realhf {
@@ -26,17 +27,18 @@ constexpr int64_t kProductsPerTask = 1 << 16;  // fewer do not repay a thread
 #define REALHF_KERNEL_FILE "tile_rows.h"
 #include "multi_isa.h"
 
-using Work = void (*)(const Matrix<float>&, int64_t, const float*, float*, int64_t);
+template <typename scalar_t>
+using Work = void (*)(const Matrix<scalar_t>&, int64_t, const float*, float*, int64_t);
 
 // The last tile may have more outputs than the matrix: it is computed in a buffer.
 template <typename scalar_t>
 void run(const Tensor& x, const Tensor& tiles, Tensor& y) {
   const int64_t rows = x.size(0), depth = x.size(1), outs = y.size(1), whole = outs / kPadding * kPadding;
   const int64_t n_tiles = tiles.size(0), at_once = std::max<int64_t>(1, kProductsPerTask / (rows * depth * kPadding));
-  const auto work = best_isa<Work>(REALHF_ALL_ISAS(tiled_gemm));
+  const auto work = best_isa<Work<scalar_t>>(REALHF_ALL_ISAS(tiled_gemm<scalar_t>));
   const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
   const auto type = sizeof(scalar_t) == 4 ? TileType::float32 : TileType::bfloat16;
-  const Matrix<float> all{static_cast<const char*>(tiles.const_data_ptr()), type, nullptr, n_tiles * kPadding, depth};
+  const Matrix<scalar_t> all{static_cast<const char*>(tiles.const_data_ptr()), type, nullptr, n_tiles * kPadding, depth};
   float* const to = y.mutable_data_ptr<float>();
   float *x_float = nullptr, *last = nullptr;
   const auto memory =

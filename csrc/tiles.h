@@ -9,8 +9,9 @@ namespace realhf {
 
 enum class TileType : int64_t { float32, bfloat16, int8 };
 
-// weight[outs, depth] as tiles[outs / kPadding, depth, kPadding]. A tile of integers is the float32 scales of its outputs,
-// by which they are multiplied, and [depth / 4, kPadding, 4] numbers.
+// weight[outs, depth] as tiles: [depth, kPadding] float32 numbers, or [depth / 2, kPadding, 2] of bfloat16. A tile of
+// integers is the float32 scales of its outputs, by which they are multiplied, and [depth / 4, kPadding, 4] numbers.
+// scalar_t is the type of the model: where both are bfloat16, a product may round its other operand to bfloat16, too.
 template <typename scalar_t>
 struct Matrix {
   const char* tiles;

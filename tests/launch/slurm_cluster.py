@@ -5,7 +5,6 @@ Missing Debian packages are installed with apt, which needs root, like the daemo
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TIMEOUT_S
+from tests.debian import why_missing
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
@@ -55,15 +55,7 @@ def why_not() -> str:
     """Install missing packages; return the reason why no cluster can run, or an empty string."""
     if os.getuid() != 0:
         return "the daemons of SLURM need root"
-    if not all(map(shutil.which, DAEMONS)):
-        if not shutil.which("apt-get"):
-            return "SLURM and apt are missing"
-        quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
-        if subprocess.run(install, **quiet).returncode:
-            subprocess.run(["apt-get", "update"], **quiet)
-            subprocess.run(install, check=True, **quiet)
-    return ""
+    return why_missing(DAEMONS, ("slurm-wlm", "munge"))
 
 
 class SlurmCluster:

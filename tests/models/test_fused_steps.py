@@ -85,7 +85,6 @@ def test_the_bits_are_those_of_single_steps(name: str, seed: int, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "granite", "cohere2", "qwen2_moe"])
 def test_a_model_in_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.models.fused.fused_blocks.computes_in", lambda _: True)
     model = model_of(CONFIGS[name], torch.bfloat16)
     for seed in range(4):
         check_bits(model, f"bf16 {name} {seed}", monkeypatch)

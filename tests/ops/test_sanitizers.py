@@ -14,6 +14,8 @@ from tests.scaling import examples
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")]
 REPOSITORY = Path(__file__).parents[2]
+DOT = "-DREALHF_EMULATE_BF16_DOT"
+"""Products of bfloat16 pairs, which most machines have no instructions for."""
 FLAGS = "-O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
 KERNELS, PLANNER = "realhf/ops/_C.so", "realhf/plan/search/_planner.so"
 SUITES = ["tests/ops", "tests/models/test_fused_decode.py", "tests/plan/search/test_cpp_evaluator.py"]
@@ -31,7 +33,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build both libraries with sanitizers, without CUDA."""
     folder = tmp_path_factory.mktemp("sanitized")
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", f"{folder}/o"]
-    environment = {**os.environ, "CXX": "g++", "REALHF_CXXFLAGS": FLAGS, "NVCC": "false", "REALHF_BUILD_CUDA": "0"}
+    environment = {
+        **os.environ,
+        "CXX": "g++",
+        "REALHF_CXXFLAGS": f"{FLAGS} {DOT}",
+        "NVCC": "false",
+        "REALHF_BUILD_CUDA": "0",
+    }
     built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1500)
     assert built.returncode == 0 and (folder / KERNELS).exists() and (folder / PLANNER).exists(), built.stderr[-2000:]
     return folder

@@ -38,7 +38,6 @@ from realhf.models.fused.sublayer_weights import (
     norm_weights,
     width_of,
 )
-from realhf.models.fused.tiles import computes_in
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
@@ -46,6 +45,7 @@ from realhf.ops.attention import ScoreParams
 
 BOTH, ATTENTION, MLP = range(3)
 """The sublayers that a call computes. One alone returns its product, before bias, norm and residual."""
+DECODE_DTYPES = (torch.float32, torch.bfloat16)
 DECODE_ACTIVATIONS = ACTIVATION_IDS | {name: i for i, name in enumerate(GATED_ACTIVATIONS, len(ACTIVATION_IDS))}
 
 
@@ -202,7 +202,7 @@ def fuse_blocks(
     with other workers are computed operation by operation.
     """
     device, dtype = blocks[0].attention.wo.device, blocks[0].attention.wo.dtype
-    if not computes_in(dtype) or not fits(config.hidden) or extension.kernel("decode_blocks", device.type) is None:
+    if dtype not in DECODE_DTYPES or not fits(config.hidden) or extension.kernel("decode_blocks", device.type) is None:
         return None
     if (config.lora is not None and dtype == torch.bfloat16) or not has_activation(config):
         return None
@@ -228,8 +228,7 @@ def fuse_blocks(
 def tiled_blocks(fused: FusedBlocks | None, dtype: WeightType) -> TiledBlocks | None:
     """Return the blocks in tiles of a type, None if there are none; ValueError for a type that none would have."""
     if fused is None and dtype is not WeightType.auto:
-        raise ValueError(f"gen.weight_dtype={dtype.value}: the CPU kernel of decoding does not compute this model; "
-                         "it computes those in bfloat16 only on CPUs without bfloat16 instructions")  # fmt: skip
+        raise ValueError(f"gen.weight_dtype={dtype.value}: the CPU kernel of decoding does not compute this model")
     return None if fused is None else fused.tiled(dtype)
 
 

@@ -17,7 +17,8 @@ SMALLEST = 1.1754943508222875e-38
 def pack_tiles(weight: Tensor, dtype: WeightType = WeightType.auto) -> Tensor:
     """Copy a matrix ``[out, in]`` to ``[ceil(out / TILE_N), in, TILE_N]``, padded with zeros.
 
-    Integers are ``[ceil(out / TILE_N), (4 + in) * TILE_N]`` bytes: the float32 scales of a tile's outputs, then
+    A tile of bfloat16 numbers has the order ``[in / 2, TILE_N, 2]``; ``in`` is then even. Integers are
+    ``[ceil(out / TILE_N), (4 + in) * TILE_N]`` bytes: the float32 scales of a tile's outputs, then
     ``[in / 4, TILE_N, 4]`` numbers, rounded to nearest. The largest of an output is 127 or -127.
     """
     padded = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
@@ -28,23 +29,12 @@ def pack_tiles(weight: Tensor, dtype: WeightType = WeightType.auto) -> Tensor:
         numbers = (values / scales.clamp(min=SMALLEST)[:, None]).round_().to(torch.int8)
         words = numbers.unflatten(1, (-1, 4)).transpose(2, 3)
         return torch.cat((scales.view(torch.int8), words.flatten(1)), 1)
-    if dtype is WeightType.bfloat16:
-        tiles = tiles.bfloat16()
+    if dtype is WeightType.bfloat16 or tiles.dtype == torch.bfloat16:
+        pairs = tiles.bfloat16().unflatten(1, (-1, 2)).transpose(2, 3)
+        return pairs.reshape(tiles.shape)
     return tiles.contiguous()
 
 
 def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
     return extension.required("tiled_linear", x.device.type)(x, tiles, n_outs)
-
-
-def computes_in(dtype: torch.dtype) -> bool:
-    """Return True for weights with which the kernels are faster than torch's products.
-
-    In bfloat16 they are not on CPUs with bfloat16 instructions.
-    """
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and not _has_bf16_instructions())
-
-
-def _has_bf16_instructions() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

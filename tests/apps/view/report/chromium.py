@@ -7,8 +7,6 @@ import base64
 import contextlib
 import itertools
 import json
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 from tests.conftest import TIMEOUT_S
+from tests.debian import why_missing
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-dev-shm-usage",
@@ -26,17 +25,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 
 def why_not() -> str:
     """Install Chromium if it is missing; return the reason why it cannot run, or an empty string."""
-    if shutil.which("chromium"):
-        return ""
-    if os.getuid() != 0 or not shutil.which("apt-get"):
-        return "Chromium is missing, and it cannot be installed without root and apt"
-    quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
-    install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-dejavu-core"]
-    if subprocess.run(install, **quiet).returncode:
-        subprocess.run(["apt-get", "update"], **quiet)
-        if subprocess.run(install, **quiet).returncode:
-            return "apt cannot install chromium"
-    return ""
+    return why_missing(("chromium",), ("chromium", "fonts-dejavu-core"))
 
 
 class ProtocolError(Exception):
