@@ -37,7 +37,7 @@ def train(folder: Path, model: Path, name: str, seed: int) -> Curve:
 
 
 def accuracy_at(points: Curve, tokens: float) -> float:
-    """Return the accuracy after a number of sampled tokens, between two evaluations by a line."""
+    """Return the accuracy after a number of sampled tokens, between two evaluations by a line, or at the run's end."""
     for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
         if x0 <= tokens <= x1:
             return y0 + (y1 - y0) * (tokens - x0) / max(x1 - x0, 1.0)
@@ -59,8 +59,9 @@ def verdict(results: Results) -> Verdict:
 
 def table(results: Results) -> str:
     found = at_equal_tokens(results)
-    rows = [[name, f"{STEPS[name]}", cell(values)] for name, values in found.items()]
-    return markdown(["algorithm", "steps at most", f"held-out accuracy after {TOKENS:,} sampled tokens"], rows)
+    read_at = {name: fmean(min(points[-1][0], TOKENS) for points in runs) for name, runs in results["curves"].items()}
+    rows = [[name, f"{STEPS[name]}", f"{read_at[name]:,.0f}", cell(values)] for name, values in found.items()]
+    return markdown(["algorithm", "steps at most", "sampled tokens", "held-out accuracy there"], rows)
 
 
 def draw(results: Results, figure: Figure) -> None:
