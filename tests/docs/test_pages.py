@@ -71,11 +71,12 @@ def test_a_study_states_its_verdict_and_was_registered_before(name: str) -> None
     if shallow.stdout.strip() != "false":
         pytest.skip("no history of commits here")
 
-    def first_commit(file: str) -> str:
+    def additions(file: str) -> list[str]:
         command = ["git", "log", "--diff-filter=A", "--format=%H", "--", file]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
 
-    registered, ran = first_commit("README.md"), first_commit("results.json")
+    # the last addition: results of an earlier study were removed before this one was registered
+    registered, ran = additions("README.md")[-1], additions("results.json")[0]
     ancestor = ["git", "merge-base", "--is-ancestor", registered, ran]
     assert registered != ran and subprocess.run(ancestor, cwd=folder).returncode == 0
 
