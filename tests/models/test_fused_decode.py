@@ -232,6 +232,21 @@ def test_tiled_linear_equals_a_matrix_product(outs: int, rows: int, dtype: torch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e-39, 1e30, float("inf"), float("nan")])
+def test_tiled_linear_of_extreme_numbers(factor: float, dtype: torch.dtype) -> None:
+    """A row with numbers that are not finite has no others, and does not change other rows."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (9, 40))
+    plain, tiles = tiled_linear(x, pack_tiles(weight), 40), pack_tiles(weight)
+    x[4] *= factor
+    found, exact = tiled_linear(x, tiles, 40), x.double() @ weight.double().t()
+    assert torch.equal(found.isfinite(), exact.isfinite())
+    assert torch.equal(found[:4], plain[:4]) and torch.equal(found[5:], plain[5:])
+    size = x[4].double().abs() @ weight.double().abs().t()
+    assert not exact[4].isfinite().all() or ((found[4] - exact[4]).abs() <= 1e-6 * size + 1e-37).all()
+
+
 def test_tiled_linear_rejects_wrong_sizes() -> None:
     tiles = pack_tiles(torch.randn(40, 32))
     found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), tiles, 40))
