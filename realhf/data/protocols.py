@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # annotations only: importing this module does not import tor
 class Outputs(Protocol):
     """The outputs of a forward pass over one micro-batch, computed on request; ``[T, V]`` logits are never stored.
 
-    With a ``mask``, ``[T]``, the vocabulary head computes only the tokens where it is not 0; others have 0.
+    With a ``mask``, ``[T]``, the head, and if possible the last MLP, compute only what the tokens need where it is not
+    0; others have 0.
     """
 
     def logprobs(self, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -43,7 +44,7 @@ class Outputs(Protocol):
         ``[T, 2 k]`` float32 without gradients; 0 at every row's first token.
         """
 
-    def values(self) -> Tensor:
+    def values(self, mask: Tensor | None = None) -> Tensor:
         """Return the scalar head's output at every token, ``[T]`` float32."""
 
     def last_values(self) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -107,6 +107,14 @@ class Block:
     attention: Attention | LinearAttention
     mlp: Mlp | Experts
 
+    def ends_token_by_token(self, context: "ForwardContext") -> bool:
+        """Return True if after attention nothing, also on other workers, depends on how many tokens are computed."""
+        region = context.expert_region
+        is_dense = not isinstance(self.mlp, Experts) or (
+            context.router_loss is None and context.routing is None and (region is None or region.group.size == 1)
+        )
+        return is_dense and context.dropout is None
+
 
 @dataclass(frozen=True)
 class RouterLoss:
@@ -129,6 +137,15 @@ class Routing(Protocol):
 
     def record(self, index: int, experts: Tensor) -> None:
         """Take the experts of all tokens, ``[T, k]``."""
+
+
+def called(function: Callable[..., Any], *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a function, and again in the backward pass instead of saving its intermediate results."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True)
@@ -156,10 +173,8 @@ class ForwardContext:
 
         Recomputation stops before the product: autograd has saved its inputs then, and does not need its result.
         """
-        if not self.recomputes_inputs:
-            return function(*inputs)
-        recomputed: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return recomputed
+        result: Tensor = (recomputed if self.recomputes_inputs else called)(function, *inputs)
+        return result
 
 
 class RouterSums(NamedTuple):
@@ -180,15 +195,36 @@ def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> t
 
     These are None without a router in training.
     """
-    after = run_attention(block, index, x, context)
+    return finish_block(block, index, x, mix_values(block, index, x, context), context)
+
+
+def finish_block(
+    block: Block, index: int, x: Tensor, mixed: Tensor, context: ForwardContext
+) -> tuple[Tensor, RouterSums | None]:
+    """Return what ``run_block`` does, for some tokens ``x`` ``[t, D]`` and their ``mixed`` values ``[t, n]``.
+
+    Tokens do not depend on each other here.
+    """
+    after = _add_mixed(block, x, mixed, context)
     return run_mlp(block, index, after, x if context.config.parallel_residual else after, context)
 
 
 def run_attention(block: Block, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     """Return ``x`` ``[T, D]`` plus the attention of its norm."""
+    return _add_mixed(block, x, mix_values(block, index, x, context), context)
+
+
+def mix_values(block: Block, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+    """Return the values that attention, or a gated delta rule, mixes for every token, ``[T, n]`` of this shard."""
     if isinstance(block.attention, LinearAttention):
-        return _linear_attention(block.attention, index, x, context)
-    return _attention(block.attention, index, x, context)
+        return _mix_by_delta(block.attention, index, x, context)
+    return _mix_by_attention(block.attention, index, x, context)
+
+
+def _add_mixed(block: Block, x: Tensor, mixed: Tensor, context: ForwardContext) -> Tensor:
+    attention = block.attention
+    bias = attention.bo if isinstance(attention, Attention) else None
+    return _add_product(x, mixed, attention.wo, bias, attention.post_norm, context, attention.o_adapter)
 
 
 def run_mlp(
@@ -200,12 +236,11 @@ def run_mlp(
     return _mlp(block.mlp, x, mlp_input, context), None
 
 
-def _attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+def _mix_by_attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
     if attention.latent is not None:
         q, latents = attention.latent.project(normalise(attention.norm, x), config, tp_region, context.dropout)
-        mixed = context.attend.of_latents(index, q, latents).flatten(1, 2)
-        return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
+        return context.attend.of_latents(index, q, latents).flatten(1, 2)
 
     def project(x: Tensor) -> Tensor:
         assert attention.wqkv is not None
@@ -226,12 +261,10 @@ def _attention(attention: Attention, index: int, x: Tensor, context: ForwardCont
             q, k = norm_projections(norms, q, k, config, tp_region, context.kv_holders)
         qkv = torch.cat((q, k, v), 1)
     mixed = context.attend(index, qkv).flatten(1, 2)
-    if gates is not None:
-        mixed = mixed * gates.flatten(1).sigmoid()
-    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context, attention.o_adapter)
+    return mixed if gates is None else mixed * gates.flatten(1).sigmoid()
 
 
-def _linear_attention(attention: LinearAttention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
+def _mix_by_delta(attention: LinearAttention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     region, mixer = context.tp_region, attention.mixer
 
     def project(x: Tensor) -> Tensor:
@@ -239,8 +272,7 @@ def _linear_attention(attention: LinearAttention, index: int, x: Tensor, context
         return column_parallel(region, inner, mixer.w_in, None, mixer.adapter, context.dropout)
 
     projected = context.product(project, x) if attention.norm is not None else project(x)
-    mixed = context.attend.of_delta(index, projected, region)
-    return _add_product(x, mixed, attention.wo, None, attention.post_norm, context, attention.o_adapter)
+    return context.attend.of_delta(index, projected, region)
 
 
 def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Tensor:

@@ -1,9 +1,10 @@
-"""The embedding of tokens, and the unembedding of packed rows: what the states before tokens say about them."""
+"""The embedding of tokens, their final states, and the unembedding: what the states before tokens say about them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, shard_box
 from realhf.comm.process_groups import Group
-from realhf.comm.tensor_parallel import TensorParallelRegion
+from realhf.comm.tensor_parallel import TensorFunction, TensorParallelRegion
+from realhf.models.blocks import Block, ForwardContext, finish_block, mix_values
 from realhf.models.flat_params import FlatParams
 from realhf.ops.distributions import packed_distribution, packed_top_logprobs
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
@@ -63,17 +65,61 @@ def embed_tokens(
     return x
 
 
+class FinalStates:
+    """The hidden states of packed tokens after the last block and norm, ``[t, D]``, computed where they are read.
+
+    After its attention, the last block computes every token alone: those that no head reads skip its MLP.
+    """
+
+    def __init__(self, states: Tensor | None, compute: Callable[[Tensor | None], Tensor] | None = None) -> None:
+        """Take the states, or a function that computes them at an index of tokens, None: at all."""
+        self._all, self._compute = states, compute
+        self._some: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def behind_attention(
+        cls, run: Callable[..., Any], block: Block, index: int, x: Tensor, context: ForwardContext, end: TensorFunction
+    ) -> "FinalStates":
+        """Compute a last block's attention; its MLP, and the ``end``, where states are read.
+
+        ``run`` calls a function, and may recompute it in the backward pass.
+        """
+        mixed = run(mix_values, block, index, x, context)
+
+        def compute(tokens: Tensor | None) -> Tensor:
+            some = (x, mixed) if tokens is None else (x.index_select(0, tokens), mixed.index_select(0, tokens))
+            return end(run(finish_block, block, index, *some, context)[0])
+
+        return cls(None, compute)
+
+    def all(self) -> Tensor:
+        if self._all is None:
+            assert self._compute is not None
+            self._all = self._compute(None)
+        return self._all
+
+    def at(self, index: Tensor) -> Tensor:
+        """Return the states of some tokens, ``[len(index), D]``; the last result is kept."""
+        if self._all is not None:
+            return self._all.index_select(0, index)
+        if self._some is None or not torch.equal(self._some[0], index):
+            assert self._compute is not None
+            self._some = index, self._compute(index)
+        return self._some[1]
+
+
 @dataclass(frozen=True)
 class TokenHead:
     """``states`` are the final hidden states of packed tokens, ``[t, D]``, of rows with ``lengths``.
 
-    ``prev_index`` (``[T]`` int64) is each token's predecessor among the states (-1: none), by default the adjacent
-    token of its row. With a ``mask``, methods compute only its tokens, and wait for a GPU to count them; other tokens
-    have 0. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if given. With context parallelism
-    ``states`` are those of this member of the ``region``; results are of all tokens.
+    ``enter`` is applied to those that are read. ``prev_index`` (``[T]`` int64) is each token's predecessor among the
+    states (-1: none), by default the adjacent token of its row. With a ``mask``, methods compute only its tokens, and
+    wait for a GPU to count them; other tokens have 0. Gradients of ``weight``, ``[V, D]``, are added to ``add_to`` if
+    given. With context parallelism ``states`` are those of this member of the ``region``; results are of all tokens.
     """
 
-    states: Tensor
+    states: FinalStates
+    enter: TensorFunction | None
     lengths: Sequence[int]
     prev_index: Tensor | None
     weight: Tensor
@@ -131,18 +177,22 @@ class TokenHead:
             raise ValueError(f"the mask has the shape {list(mask.shape)}, the tokens have {list(has_prev.shape)}")
         wanted = has_prev if mask is None else has_prev & mask.bool()
         if self.region is not None:  # each member has the states of its own tokens, of equal number
-            own = score(self.states, self.region.local(targets.roll(-1, 0)))
+            own = score(self.states.all(), self.region.local(targets.roll(-1, 0)))
             found = self.region.gather_from_sp(own).roll(1, 0)
         elif mask is not None:
             index = wanted.nonzero()[:, 0]
             prev_index = index - 1 if self.prev_index is None else self.prev_index.index_select(0, index)
-            found = score(self.states.index_select(0, prev_index), targets.index_select(0, index))
+            found = score(self._entered(self.states.at(prev_index)), targets.index_select(0, index))
             return found.new_zeros(len(targets), *found.shape[1:]).index_copy(0, index, found)
         elif self.prev_index is not None:
-            found = score(self.states.index_select(0, self.prev_index.clamp(min=0)), targets)
+            states = self._entered(self.states.all())
+            found = score(states.index_select(0, self.prev_index.clamp(min=0)), targets)
         else:  # each token predicts the next one; predictions across row boundaries are masked
-            found = score(self.states, targets.roll(-1, 0)).roll(1, 0)
+            found = score(self._entered(self.states.all()), targets.roll(-1, 0)).roll(1, 0)
         return found.masked_fill(~wanted.view(-1, *[1] * (found.ndim - 1)), 0.0)
+
+    def _entered(self, states: Tensor) -> Tensor:
+        return states if self.enter is None else self.enter(states)
 
     def _has_prev(self, targets: Tensor) -> Tensor:
         """Return which tokens are not the first of their row, ``[T]`` bool."""

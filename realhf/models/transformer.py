@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from realhf.api.config.choices import Recompute, WeightType
 from realhf.api.model_config import ModelConfig
@@ -17,11 +16,12 @@ from realhf.comm.context_parallel import ContextRegion
 from realhf.comm.expert_parallel import ExpertRegion
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
+from realhf.models import blocks as stage_blocks
 from realhf.models.attention.context_pass import ContextPass
 from realhf.models.attention.delta_mixer import new_delta_cache, rows_of_states
 from realhf.models.attention.pass_attention import DecodePass, ExtendPass, PackedPass, StageAttention
 from realhf.models.attention.stage_rotary import StageRotary
-from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterLoss, Routing, run_block
+from realhf.models.blocks import Experts, ForwardContext, PassAttention, RouterLoss, Routing
 from realhf.models.bound_weights import BoundWeights, StageWeights, count_heads
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused.fused_blocks import DecodeStep, TiledBlocks, fuse_blocks, tiled_blocks
@@ -30,7 +30,7 @@ from realhf.models.fused.tiles import pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.models.low_rank import Dropout
 from realhf.models.routing import StageRouters
-from realhf.models.token_head import TokenHead, embed_tokens, vocab_shard
+from realhf.models.token_head import FinalStates, TokenHead, embed_tokens, vocab_shard
 from realhf.models.zero.layer_memory import EMBEDDING, LayerMemory
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams
@@ -161,29 +161,27 @@ class Transformer:
         return self._weights
 
     def hidden(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        cache: KVCache | None = None,
-        slots: Sequence[int] | None = None,
-        x: Tensor | None = None,
-        token_weight: float = 0.0,
-        prefixes: Sequence[int] = (),
-        observe: Callable[[str, Tensor], None] | None = None,
-        experts: Tensor | None = None,
-        dropout: Dropout | None = None,
-        chunk: int = 0,
-    ) -> Tensor:
-        """Run packed rows through a chunk of this stage and return ``[T, D]``, of the last one after the final norm.
+        self, tokens: Tensor, lengths: Sequence[int], cache: KVCache | None = None, slots: Sequence[int] | None = None,
+        x: Tensor | None = None, observe: Callable[[str, Tensor], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return all ``states``; ``observe`` receives the embedding's and every layer's name and output."""
+        return self.states(tokens, lengths, cache, slots, x, observe=observe).all()
+
+    def states(
+        self, tokens: Tensor, lengths: Sequence[int], cache: KVCache | None = None, slots: Sequence[int] | None = None,
+        x: Tensor | None = None, token_weight: float = 0.0, prefixes: Sequence[int] = (),
+        observe: Callable[[str, Tensor], None] | None = None, experts: Tensor | None = None,
+        dropout: Dropout | None = None, chunk: int = 0,
+    ) -> FinalStates:  # fmt: skip
+        """Run packed rows through a chunk of this stage; return ``[T, D]``, of the last one after the final norm.
 
         With context parallelism, or sequence parallelism in training, the result has only this rank's tokens. ``x`` is
         the previous chunk's output (None on the first). Positions start at 0 in every row, or continue those of row
         ``prefixes[i]`` (see ``rotary_attention``). With a cache, keys and values of row i are stored in slot
         ``slots[i]`` (prefill). Rows sorted by length are fastest. With a ``token_weight``, the router losses join the
         loss that is differentiated through the result: their mean over routed layers, summed over tokens, times this
-        weight. ``observe`` receives the embedding's and every layer's name and output. ``experts``, ``[T, L * k]`` of
-        all routed layers, replace the choice of the routers (see ``route``); ``dropout`` is that of adapters. Raises
-        ValueError for a row that is longer than the learned positions.
+        weight. ``experts``, ``[T, L * k]`` of all routed layers, replace the choice of the routers (see ``route``);
+        ``dropout`` is that of adapters. Raises ValueError for a row that is longer than the learned positions.
         """
         layout, region = RowLayout(tuple(lengths), tuple(prefixes), tokens.device), self.token_region(len(tokens))
         routing: Routing | None = None
@@ -198,7 +196,7 @@ class Transformer:
             rotation = self.rotary.rotation(positions, layout.longest)
             divided = ContextPass(self._attention(), layout, rotation, region, dropout)
             x = self._embed(region.local(tokens), positions, layout.longest) if x is None else x
-            return self._run(x, len(positions), divided, router_loss, observe, routing, dropout)
+            return self._states(x, len(positions), divided, router_loss, observe, routing, dropout)
         rotation = self.rotary.rotation(layout.positions, layout.longest, layout.rotation)
         indices = slot_of_row = None
         if cache is not None:
@@ -214,7 +212,7 @@ class Transformer:
             x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
-        return self._run(x, len(tokens), attend, router_loss, observe, routing, dropout, self.chunks[chunk])
+        return self._states(x, len(tokens), attend, router_loss, observe, routing, dropout, self.chunks[chunk], True)
 
     @contextmanager
     def decoding(self, dtype: WeightType = WeightType.auto) -> Iterator[None]:
@@ -256,8 +254,7 @@ class Transformer:
         Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes`` describes
         common prefixes, which are then read once: on a GPU as ``SharedPrefixes``, on a CPU by ``[3, S]`` int64, for
         each slot a prefix number, the length that all slots of this number have in common, and a slot that stores it
-        (another one only if the model ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: the
-        positions are read from the device).
+        (another one only if the model ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: unknown).
 
         With ``slots`` ``[S]``, if the model ``decodes_tokens_together``, token i belongs to ``slots[i]``: those of a
         slot are consecutive, as their positions are, and each attends to the ones before it. The result is the same
@@ -280,7 +277,7 @@ class Transformer:
         rotation = self.rotary.rotation(positions, longest)
         attend = DecodePass(self._attention(), rotation, cache, own_slots, positions, longest, rows, prefixes)
         if fused is None:
-            return self._run(x, count, attend, routing=routing)
+            return self._states(x, count, attend, routing=routing).all()
         return self._last(
             blocks.run_sublayers(x, step, self.weights.blocks, self._context(count, attend, routing=routing))
         )
@@ -297,7 +294,8 @@ class Transformer:
         x = self._embed(tokens, positions, stop) if x is None else x
         delta_rows = rows_of_states(self.config, (len(tokens),), (), self.device)
         attend = ExtendPass(self._attention(), rotation, cache, indices, slot, stop, delta_rows)
-        return self._run(x, len(tokens), attend, routing=self._routers.recording(cache.experts, slots, positions))
+        routing = self._routers.recording(cache.experts, slots, positions)
+        return self._states(x, len(tokens), attend, routing=routing).all()
 
     def _memory_of(self, layer: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory is None else self.memory.forward(layer)
@@ -305,32 +303,35 @@ class Transformer:
     def _attention(self) -> StageAttention:
         return StageAttention(self.config, self.n_q, self.n_kv, self._score_rules, self.weights.blocks, self._places)
 
-    def _run(
+    def _states(
         self, x: Tensor, n_tokens: int, attend: PassAttention, router_loss: RouterLoss | None = None,
         observe: Callable[[str, Tensor], None] | None = None, routing: Routing | None = None,
-        dropout: Dropout | None = None, blocks: range | None = None,
-    ) -> Tensor:  # fmt: skip
+        dropout: Dropout | None = None, blocks: range | None = None, where_read: bool = False,
+    ) -> FinalStates:  # fmt: skip
+        """Run blocks, by default all, and the final norm; ``where_read``: if possible, see ``FinalStates``."""
         weights, blocks = self.weights, range(len(self.layers)) if blocks is None else blocks
         recompute = self.recompute if torch.is_grad_enabled() and self.params.has_grad else None
         context = self._context(n_tokens, attend, router_loss, routing, dropout, recompute is Recompute.selective)
-        whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
-        run = whole_block if recompute is Recompute.full else run_block
-        for index in blocks:
+        run = stage_blocks.recomputed if recompute is Recompute.full else stage_blocks.called
+        has_end, last = blocks.stop == len(self.layers), weights.blocks[blocks[-1]]
+        has_hooks = (observe, self.on_backward, self.memory) != (None, None, None)
+        where_read &= has_end and not has_hooks and not self.sequence_parallel and last.ends_token_by_token(context)
+        for index in blocks[:-1] if where_read else blocks:
             if self.on_backward is not None and x.grad_fn is not None:  # a leaf's may be known before those of weights
                 x.register_hook(partial(self.on_backward, self.layers[index]))
             with self._memory_of(self.layers[index] + 1):
-                x, router_sums = run(weights.blocks[index], index, x, context)
+                x, router_sums = run(stage_blocks.run_block, weights.blocks[index], index, x, context)
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)
             if router_sums is not None:
                 router_sums.add_to(self._router_sums[self._routers.place(index)])
+        if where_read:
+            return FinalStates.behind_attention(run, last, blocks[-1], x, context, self._last)
         if self.on_backward is not None and x.requires_grad:
             x.register_hook(partial(self.on_backward, self.layers[blocks[-1]] + 1))
-        if blocks.stop < len(self.layers):
-            return x
-        if self.memory is not None:
+        if has_end and self.memory is not None:
             self.memory.enter_head()
-        return self._last(x)
+        return FinalStates(self._last(x) if has_end else x)
 
     def _context(
         self, n_tokens: int, attend: PassAttention, router_loss: RouterLoss | None = None,
@@ -370,28 +371,28 @@ class Transformer:
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def logprobs(
-        self, hidden: Tensor, tokens: Tensor, lengths: Sequence[int], temperature: float = 1.0,
-        prev_index: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first token.
+    def logprobs(self, hidden: Tensor, tokens: Tensor, lengths: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Return the log-probability of each token, as a ``TokenHead`` does, at final hidden states ``[T, D]``."""
+        return self.token_head(FinalStates(hidden), lengths).logprobs(tokens, temperature)
 
-        ``prev_index`` (``[T]`` int64) is each token's predecessor (-1: none), by default the adjacent token of its row.
-        """
-        return self.token_head(hidden, lengths, prev_index).logprobs(tokens, temperature)
-
-    def token_head(self, hidden: Tensor, lengths: Sequence[int], prev_index: Tensor | None = None) -> TokenHead:
-        """Return the head at the hidden states of packed tokens. Collective over ``tp``."""
+    def token_head(self, states: FinalStates, lengths: Sequence[int], prev_index: Tensor | None = None) -> TokenHead:
+        """Return the head at the states of packed tokens. Collective over ``tp``."""
         is_trained = self.params.has_grad and self._head_name in self.params.names
         add_to = self.params.grad_view(self._head_name) if is_trained else None
         region = self.token_region(sum(lengths))
-        states, own = (hidden, region) if self.cp.size > 1 else (region.copy_to_tp(hidden), None)
+        enter, own = (None, region) if self.cp.size > 1 else (region.copy_to_tp, None)
+        if self.sequence_parallel:  # workers have different tokens until here
+            states, enter = FinalStates(region.copy_to_tp(states.all())), None
         cap, shard = self.config.logit_softcap, self._vocab_shard
-        return TokenHead(states, lengths, prev_index, self.head, cap, shard, add_to, own)
+        return TokenHead(states, enter, lengths, prev_index, self.head, cap, shard, add_to, own)
 
-    def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
-        """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse for values)."""
+    def values(self, states: FinalStates, n_tokens: int, index: Tensor | None = None) -> Tensor:
+        """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse), or at those of an index."""
         region, head = self.token_region(n_tokens), self.head[0].float()
         if self.cp.size > 1:  # gradients of the head are summed over its members
-            return region.gather_from_sp(hidden.float() @ head)
-        return region.gather_from_sp(hidden).float() @ head
+            values = region.gather_from_sp(states.all().float() @ head)
+        elif index is None or self.sequence_parallel:
+            values = region.gather_from_sp(states.all()).float() @ head
+        else:
+            return states.at(index).float() @ head
+        return values if index is None else values.index_select(0, index)

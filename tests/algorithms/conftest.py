@@ -41,8 +41,8 @@ class Table:
         top, ids = log_p.topk(k)
         return self.masked(torch.cat((ids, top), 1).index_fill(0, self.ends[:-1], 0.0), mask)
 
-    def values(self):
-        return self.scores[self.tokens]
+    def values(self, mask=None):
+        return self.masked(self.scores[self.tokens], mask)
 
     def last_values(self):
         return self.values()[self.ends[1:] - 1]

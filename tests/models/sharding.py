@@ -235,7 +235,7 @@ def batch_of(numbers: range, column: str) -> SequenceBatch:
 
 def projected_logits(outputs: ForwardOutputs, batch: SequenceBatch) -> Tensor:
     """Return a projection of the logits, one number per token."""
-    hidden = outputs.model.token_region(len(outputs.packing.tokens)).gather_from_sp(outputs.hidden)
+    hidden = outputs.model.token_region(len(outputs.packing.tokens)).gather_from_sp(outputs.states.all())
     logits = outputs.model.logits(hidden)
     return logits @ torch.arange(logits.shape[1]).float().cos()
 

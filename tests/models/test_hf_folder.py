@@ -75,7 +75,7 @@ def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> No
     assert not report["missing_keys"]
     with torch.no_grad():
         scores = back.eval()(TOKENS[None]).logits
-        values = critic.values(critic.hidden(TOKENS, [12]), 12)
+        values = critic.values(critic.states(TOKENS, [12]), 12)
     assert scores.shape == (1, 1)
     assert torch.allclose(scores[0, 0], values[-1], atol=1e-4)
 

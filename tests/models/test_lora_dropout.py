@@ -108,7 +108,7 @@ def test_training_equals_peft_with_the_same_masks(name: str, tmp_path: Path) -> 
         layer.lora_dropout["default"] = OurMask(current, product)
     weights = torch.linspace(-1, 1, sum(LENGTHS))
     ours.params.enable_grad()
-    hidden = ours.hidden(tokens(), LENGTHS, dropout=Dropout(keys, RATE))
+    hidden = ours.states(tokens(), LENGTHS, dropout=Dropout(keys, RATE)).all()
     logprobs = ours.logprobs(hidden, tokens(), LENGTHS)
     (logprobs * weights).sum().backward()
     expected = []

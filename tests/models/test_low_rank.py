@@ -212,7 +212,7 @@ def test_a_scalar_head_is_trained_and_saved(tmp_path: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     with torch.no_grad():
         row = tokens()[:9]
-        values = ours.values(ours.hidden(row, [9]), 9)
+        values = ours.values(ours.states(row, [9]), 9)
         assert torch.allclose(values[-1:], theirs(row[None]).logits[0], atol=1e-5)
     again = with_adapters(tmp_path, scalar=True)
     again.params.data.zero_()

@@ -115,7 +115,7 @@ def test_router_losses_are_added_to_the_gradient(name: str, saving: bool, tmp_pa
     assert ours.config.balance_loss == 0.5
     ours = Transformer(replace(ours.config, z_loss=0.3), ours.params, recompute=Recompute.full if saving else None)
     ours.params.enable_grad()
-    hidden = ours.hidden(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS))
+    hidden = ours.states(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS)).all()
     ours.logprobs(hidden, tokens(), LENGTHS).sum().backward()
     (their_logprobs(theirs, 1.0).sum() + router_losses(theirs, 0.5, 0.3)).backward()
     sums = ours.pop_router_sums()  # counted once if recomputed
@@ -200,7 +200,7 @@ def test_values_are_the_scalar_head(tmp_path: Path) -> None:
     params = whole_params(config)
     init_random(config, params, 3)
     model = Transformer(config, params)
-    hidden = model.hidden(tokens(), LENGTHS)
-    values = model.values(hidden, sum(LENGTHS))
+    states = model.states(tokens(), LENGTHS)
+    values = model.values(states, sum(LENGTHS))
     assert values.shape == (sum(LENGTHS),)
-    assert torch.allclose(values, hidden @ params.view("head.weight")[0], atol=1e-6)
+    assert torch.allclose(values, states.all() @ params.view("head.weight")[0], atol=1e-6)

@@ -225,4 +225,6 @@ class PPOCritic:
         return ValueNorm(self.config, **state.get("value_norm", {}))
 
     def loss(self, outputs: Outputs, batch: SequenceBatch) -> Loss:
-        return critic_loss(outputs.values(), batch["old_values"], batch["targets"], batch["loss_mask"], self.config)
+        return critic_loss(
+            outputs.values(batch["loss_mask"]), batch["old_values"], batch["targets"], batch["loss_mask"], self.config
+        )

@@ -40,6 +40,7 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.low_rank import Dropout, token_keys
 from realhf.models.peft_folder import load_peft, merged_names, merged_parameter, save_peft
+from realhf.models.token_head import FinalStates
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.ops.moe import LOAD_RATIOS, load_ratios
@@ -83,11 +84,11 @@ class NativeEngine:
         packings = self._with_fillers([pack(some, self._shares_prefixes) for some in batches])
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
 
-        def finish(number: int, hidden: Tensor) -> None:
+        def finish(number: int, states: FinalStates) -> None:
             if packings[number].is_filler:
                 return
             some = batches[number]
-            packed = fn(ForwardOutputs(self.model, hidden, some, packings[number]), some)
+            packed = fn(ForwardOutputs(self.model, states, some, packings[number]), some)
             lengths = some.lengths("tokens") if len(packed) == sum(some.lengths("tokens")) else (1,) * len(some)
             for i, row in zip(parts[number], packed.split(lengths), strict=True):
                 rows[i] = row
@@ -132,10 +133,10 @@ class NativeEngine:
         packings = self._with_fillers([self._training_packing(some) for some in batches])
         losses: dict[int, Loss] = {}
 
-        def loss_of(number: int, hidden: Tensor) -> Tensor:
+        def loss_of(number: int, states: FinalStates) -> Tensor:
             if packings[number].is_filler:
-                return hidden.sum() * 0.0
-            loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
+                return states.all().sum() * 0.0
+            loss = loss_fn(ForwardOutputs(self.model, states, batches[number], packings[number]), batches[number])
             losses[number] = _detached(loss)
             return loss.total / total
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realhf.data.batch import SequenceBatch
 from realhf.models.low_rank import Dropout
-from realhf.models.token_head import TokenHead
+from realhf.models.token_head import FinalStates, TokenHead
 from realhf.models.transformer import Transformer
 from realhf.ops.rows import on_device
 
@@ -44,16 +44,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class ForwardOutputs:
-    """Hidden states of the packed tokens of a micro-batch, ``[t, D]``; heads are computed on demand."""
+    """The final states of the packed tokens of a micro-batch; heads are computed on demand."""
 
     model: Transformer
-    hidden: Tensor
+    states: FinalStates
     batch: SequenceBatch
     packing: Packing
 
     def logprobs(self, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
         p = self.packing
-        head = self.model.token_head(self.hidden, p.lengths, p.prev_index)
+        head = self.model.token_head(self.states, p.lengths, p.prev_index)
         found = p.unpack(head.logprobs(p.tokens, temperature, None if mask is None else p.pack_mask(mask)))
         return found if mask is None else found.masked_fill(mask == 0, 0.0)
 
@@ -68,14 +68,23 @@ class ForwardOutputs:
         """Return the head at all tokens of the batch: those of a shared prefix have columns of their own."""
         p = self.packing
         prev_index = None if p.prev_index is None else p.unpack(p.prev_index)
-        return self.model.token_head(self.hidden, p.lengths, prev_index)
+        return self.model.token_head(self.states, p.lengths, prev_index)
 
-    def values(self) -> Tensor:
-        return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))
+    def values(self, mask: Tensor | None = None) -> Tensor:
+        n_tokens = len(self.packing.tokens)
+        if mask is None:
+            return self.packing.unpack(self.model.values(self.states, n_tokens))
+        index = mask.nonzero()[:, 0]
+        return mask.new_zeros(mask.shape, dtype=torch.float32).index_copy(0, index, self._values_at(index))
 
     def last_values(self) -> Tensor:
-        last = on_device(torch.tensor(self.batch.columns["tokens"].offsets[1:]) - 1, self.hidden.device)
-        return self.values().index_select(0, last)
+        offsets = self.batch.columns["tokens"].offsets
+        return self._values_at(on_device(torch.tensor(offsets[1:]) - 1, self.packing.tokens.device))
+
+    def _values_at(self, index: Tensor) -> Tensor:
+        """Return the values at tokens of the batch."""
+        packed = index if self.packing.gather_index is None else self.packing.gather_index.index_select(0, index)
+        return self.model.values(self.states, len(self.packing.tokens), packed)
 
 
 def filler(device: torch.device) -> Packing:

@@ -12,6 +12,7 @@ from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.decode.cuda_graphs import KeptDecoder
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.packing import Packing
+from realhf.models.token_head import FinalStates
 from realhf.models.transformer import Transformer
 from realhf.plan.compile import pipeline as schedule
 
@@ -40,17 +41,20 @@ class Pipeline:
         """Return True for the last chunk of layers of the model."""
         return self.is_last and chunk == len(self.model.chunks) - 1
 
-    def infer(self, batches: Sequence[Packing], finish: Callable[[int, Tensor], None]) -> None:
-        """Run batches through the pipeline; the last stage calls ``finish(number, hidden)`` for each."""
+    def infer(self, batches: Sequence[Packing], finish: Callable[[int, FinalStates], None]) -> None:
+        """Run batches through the pipeline; the last stage calls ``finish(number, states)`` for each."""
         inputs: dict[Pass, Tensor] = {}
         for step in schedule.inference_schedule(self.stage, self.n_stages, len(batches), len(self.model.chunks)):
             match step:
                 case schedule.RecvActivation(i, chunk):
                     inputs[i, chunk] = self._receive(batches[i], self.previous)
                 case schedule.Forward(i, chunk):
-                    inputs[i, chunk] = self._hidden(batches[i], inputs.pop((i, chunk), None), chunk)
+                    states = self._states(batches[i], inputs.pop((i, chunk), None), chunk)
                     if self._is_end(chunk):
-                        finish(i, inputs.pop((i, chunk)))
+                        finish(i, states)
+                    else:
+                        inputs[i, chunk] = states.all()
+                    del states
                     if self.model.memory is not None:
                         self.model.memory.release()
                 case schedule.SendActivation(i, chunk):
@@ -61,11 +65,11 @@ class Pipeline:
     def train(
         self,
         batches: Sequence[Packing],
-        loss: Callable[[int, Tensor], Tensor],
+        loss: Callable[[int, FinalStates], Tensor],
         token_weight: float = 0.0,
         last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Accumulate the gradients of all batches; the last stage computes a scalar ``loss`` of its hidden states.
+        """Accumulate the gradients of all batches; the last stage computes a scalar ``loss`` of its states.
 
         Every stage adds its router losses, with ``token_weight`` per token. The last backward pass of each chunk runs
         in the context ``last_backward``; those of later chunks come first.
@@ -78,9 +82,9 @@ class Pipeline:
                 case schedule.RecvActivation(i, chunk):
                     inputs[i, chunk] = self._receive(batches[i], self.previous).requires_grad_()
                 case schedule.Forward(i, chunk):
-                    hidden = self._hidden(batches[i], inputs.get((i, chunk)), chunk, token_weight)
-                    outputs[i, chunk] = loss(i, hidden) if self._is_end(chunk) else hidden
-                    del hidden
+                    states = self._states(batches[i], inputs.get((i, chunk)), chunk, token_weight)
+                    outputs[i, chunk] = loss(i, states) if self._is_end(chunk) else states.all()
+                    del states
                 case schedule.SendActivation(i, chunk):
                     self.p2p.send(outputs[i, chunk].detach(), self.next)
                 case schedule.RecvGradient(i, chunk):
@@ -137,9 +141,9 @@ class Pipeline:
             parts.append(group.broadcast(part.contiguous(), stage) if part.numel() else part)
         return torch.cat(parts, 1)
 
-    def _hidden(self, batch: Packing, x: Tensor | None, chunk: int, token_weight: float = 0.0) -> Tensor:
+    def _states(self, batch: Packing, x: Tensor | None, chunk: int, token_weight: float = 0.0) -> FinalStates:
         token_weight = 0.0 if batch.is_filler else token_weight
-        return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
+        return self.model.states(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes,
                                  experts=batch.experts, dropout=batch.dropout, chunk=chunk)  # fmt: skip
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:

@@ -27,6 +27,7 @@ from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import with_gradient
+from realhf.models.token_head import FinalStates
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.machines.profile import Point, decode_counts, pass_counts
 from realhf.system.profiler.probes import Clock, Probe, peak_bytes
@@ -167,8 +168,8 @@ def pass_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[i
     def train() -> list[float]:
         marks: list[float] = []
 
-        def loss(number: int, hidden: Tensor) -> Tensor:
-            outputs = ForwardOutputs(engine.model, hidden, batch, packing)
+        def loss(number: int, states: FinalStates) -> Tensor:
+            outputs = ForwardOutputs(engine.model, states, batch, packing)
             total = (_head(config, outputs, weights) * weights).sum()
             marks.append(clock())
             return total
@@ -184,7 +185,7 @@ def pass_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[i
 
 
 def _head(config: ModelConfig, outputs: Outputs, mask: Tensor | None = None) -> Tensor:
-    return outputs.logprobs(mask=mask) if config.head == "lm" else outputs.values()
+    return outputs.logprobs(mask=mask) if config.head == "lm" else outputs.values(mask)
 
 
 def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[int]) -> Iterator[Probe]:
@@ -308,8 +309,8 @@ def _memory(engine: NativeEngine, batch: SequenceBatch) -> dict[str, float]:
     config, device, packing = engine.config, engine.context.device, pack(batch)
 
     def loss() -> Tensor:
-        hidden = engine.model.hidden(batch["tokens"], batch.lengths("tokens"))
-        return _head(config, ForwardOutputs(engine.model, hidden, batch, packing)).sum()
+        states = engine.model.states(batch["tokens"], batch.lengths("tokens"))
+        return _head(config, ForwardOutputs(engine.model, states, batch, packing)).sum()
 
     def train(n_in_flight: int) -> None:
         losses: deque[Tensor] = deque()

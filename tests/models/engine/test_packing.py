@@ -179,8 +179,8 @@ def test_a_mask_leaves_out_tokens(family: str, share: bool, mask: str, hf_models
         for mask_of in (None, wanted):
             engine.params.grad.zero_()
             packing = pack(batch, share)
-            hidden = engine.model.hidden(packing.tokens, packing.lengths, prefixes=packing.prefixes)
-            result = head(ForwardOutputs(engine.model, hidden, batch, packing), mask_of)
+            states = engine.model.states(packing.tokens, packing.lengths, prefixes=packing.prefixes)
+            result = head(ForwardOutputs(engine.model, states, batch, packing), mask_of)
             result = result * (wanted != 0)[:, None]
             if name != "top_logprobs":
                 (result * torch.arange(result.numel()).view(result.shape).cos()).sum().backward()
@@ -233,7 +233,7 @@ def test_logprobs_are_those_of_transformers(family: str, hf_models: dict[str, tu
     folder, theirs = hf_models[family]
     engine, batch = engine_on(folder, trained=False), rows_of(LENGTHS)
     with torch.no_grad():
-        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
+        outputs = ForwardOutputs(engine.model, engine.model.states(batch["tokens"], LENGTHS), batch, pack(batch))
         for temperature in (1.0, 0.6):
             found = outputs.logprobs(temperature).split(LENGTHS)
             for row, logprobs in zip(batch.columns["tokens"].rows(), found, strict=True):
@@ -245,8 +245,8 @@ def test_logprobs_are_those_of_transformers(family: str, hf_models: dict[str, tu
 def test_values_have_one_number_per_token(llama: Path) -> None:
     engine, batch = engine_on(llama, trained=False, scalar=True), rows_of(LENGTHS)
     with torch.no_grad():
-        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
+        outputs = ForwardOutputs(engine.model, engine.model.states(batch["tokens"], LENGTHS), batch, pack(batch))
         values, last = outputs.values(), outputs.last_values()
     assert values.shape == (18,) and last.shape == (4,) and values.dtype == last.dtype == torch.float32
     assert torch.equal(last, torch.stack([row[-1] for row in values.split(LENGTHS)]))
-    torch.testing.assert_close(values, (outputs.hidden @ engine.params.view("head.weight").t())[:, 0])
+    torch.testing.assert_close(values, (outputs.states.all() @ engine.params.view("head.weight").t())[:, 0])
