@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> None:
     figures = {"graph": graph_figure(), "layout": layout_figure(), "program": program_figure(),
                "reallocation": reallocation_figure(), "plan": plan_figure()}  # fmt: skip
     studies = FIGURES.parents[1] / "experiments"
-    for name in ("plan_search/bars", "plan_search/timelines", "rm_ensemble/curves", "distillation/curves"):
+    for name in ("plan_search/bars", "plan_search/timelines", "distillation/curves"):
         figures[name.replace("/", "_")] = for_both_schemes((studies / f"{name}.svg").read_text())
     figures |= dict(demo_figures(Path(arguments[0]))) if arguments else {}
     for name, svg in figures.items():

@@ -1,264 +1,228 @@
-"""One reward model against ensembles of three, in best of n and in PPO, on sums; a verifier gives the gold scores.
+"""Over-optimisation of one reward model and of ensembles of five, in best of n and in PPO; a larger model is gold.
 
-    python experiments/rm_ensemble/study.py [FOLDER]
+    python -m experiments.rm_ensemble.study [FOLDER] [--jobs N]
 
-Runs everything in FOLDER (default: rm-ensemble-run) and writes results.json, table.md and curves.svg to this folder.
+Runs in FOLDER (default: rm-ensemble-run; finished runs are kept), writes results.json, table.md and figure.svg.
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from html import escape
-from itertools import chain, combinations
+from functools import partial
+from itertools import combinations
 from pathlib import Path
-from statistics import correlation, mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from realhf.api.config import ModelSpec
+from experiments.rm_ensemble.models import GROUPS, MEMBERS, POLICY, Models, train_models, write_rows
+from experiments.studies import Results, Study, Verdict, cell, markdown, mean_and_error, verdict_of
+from experiments.sums import StudyOptions, metrics, run
 from realhf.api.config.preference import EnsembleConfig, Objective
-from realhf.apps.view.timeline_svg import COLOURS, ticks
-from realhf.base.best_of_n import expected_best
-from realhf.experiments.bon import best_of_n, by_prompt
-from realhf.experiments.options.models import score_moments
-from realhf.experiments.restem import newest_model, read_generations
+from realhf.base.best_of_n import expected_best, grid_of, kl_of_best
+from realhf.experiments.bon import by_prompt
+from realhf.experiments.restem import read_generations
 from realhf.ops.ensemble import combine
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
-SEEDS = (1, 2, 3)
-SFT_STEPS, PREFERENCE_PROMPTS, PPO_STEPS, VERIFY_EVERY = 90, 1500, 60, 5
-OBJECTIVES = {"single": "", "mean": "mean", "WCO": "WCO", "UWO": "UWO"}
-Point = dict[str, float]
-Series = dict[str, list[tuple[float, float]]]
+PROMPTS, RESPONSES = 50, 2048
+GRID = grid_of(RESPONSES)
+OBJECTIVES = ("single", "mean", "WCO", "UWO")
+ENSEMBLES = OBJECTIVES[1:]
+UWO_WEIGHT = {"bon": 0.5, "ppo": 0.1}
+KL = (0.0, 0.01, 0.1)
+SEEDS = MEMBERS
+STEPS, EVERY = 60, 5
+READ = (1, *range(EVERY, STEPS + 1, EVERY))
+PPO = ("dataset.train_bs_n_seqs=64", "ppo.group_size=2", "ppo.gen.max_new_tokens=32", "actor.optimizer.lr=5e-4",
+       "critic.optimizer.lr=1e-3", "actor.optimizer.lr_scheduler_type=constant", "score.normalise=True",
+       "critic.optimizer.lr_scheduler_type=constant", "n_logged_generations=-1", f"exp_ctrl.total_train_steps={STEPS}",
+       "exp_ctrl.total_train_epochs=100")  # fmt: skip
+Floats = NDArray[np.float64]
 
 
-def run_python(*arguments: object) -> None:
-    subprocess.run([sys.executable, *map(str, arguments)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def scored_responses(folder: Path, models: Models) -> tuple[Floats, Floats]:
+    """Return the scores of all members, ``[members, prompts, responses]``, and those of the gold scorer."""
+    lines = (folder / f"task{POLICY}" / "valid.jsonl").read_text().splitlines(keepends=True)
+    prompts = folder / "bon.jsonl"
+    prompts.write_text("".join(lines[:PROMPTS]))
+    members = [path for group in models.groups.values() for path in group]
+    root = run(folder, "bon", "score", f"dataset.path={prompts}", "dataset.train_bs_n_seqs=1", "score.normalise=True",
+               f"policy.path={models.policy}", f"sampling.n={RESPONSES}", "sampling.max_new_tokens=32",
+               f"ensemble.members=[{','.join(map(str, members))}]", f"gold.path={models.gold}")  # fmt: skip
+    rows = by_prompt(read_generations(root))
+    keys = [f"score_{i}" for i in range(len(members))]
+    scores = np.array([[[row[key] for row in some] for some in rows] for key in keys])
+    return scores, np.array([[row["gold"] for row in some] for some in rows])
 
 
-def quickstart(root: Path, trial: str, experiment: str, *words: str, config: str = "") -> Path:
-    """Run ``realhf quickstart`` and return the run directory."""
-    place = [f"fileroot={root.parent}", f"experiment_name={root.name}", f"trial_name={trial}", "overwrite=True"]
-    file = ["--config", HERE / config] if config else []
-    run_python("-m", "realhf", "quickstart", experiment, *file, *place, "device=cpu", "n_gpus_per_node=2", *words)
-    return root / trial
+def best_of_n(scores: Floats, gold: Floats, objective: str) -> Floats:
+    """Return the expected gold score of the best of n by members or an ensemble, ``[prompts, n]``."""
+    if objective == "single":
+        return np.mean([best_of_n(one[None], gold, "mean") for one in scores], axis=0)
+    config = EnsembleConfig([], Objective[objective], UWO_WEIGHT["bon"])
+    combined = combine(scores.reshape(len(scores), -1), config).reshape(gold.shape)
+    return np.array([expected_best(*pair, GRID)[1] for pair in zip(combined, gold, strict=True)])
 
 
-def head(source: Path, target: Path, n: int) -> Path:
-    target.write_text("".join(source.read_text().splitlines(keepends=True)[:n]))
-    return target
+def drop(curves: Floats) -> tuple[float, float]:
+    """Return the drop from the peak of the mean curve to its end, paired by curve, with its standard error."""
+    peak = int(np.argmax(curves.mean(axis=0)))
+    return mean_and_error(list(curves[:, peak] - curves[:, -1]))
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def correlations(scores: Floats, gold: Floats) -> dict[str, float]:
+    """Return mean correlations over prompts: of members with the gold scorer, with each other, and of their errors.
 
-
-def train_policy(root: Path) -> str:
-    """Return a policy that solves some of the sums."""
-    task = root / "task"
-    run_python(EXAMPLES / "arithmetic.py", task, "--hidden", 96, "--layers", 3)
-    run = quickstart(
-        root, "sft", "sft", f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
-        "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
-        "model.optimizer.lr=3e-3", "model.optimizer.lr_scheduler_type=constant",
-        f"exp_ctrl.total_train_steps={SFT_STEPS}", "exp_ctrl.total_train_epochs=10",
-    )  # fmt: skip
-    return str(newest_model(run))
-
-
-def proxies(root: Path, policy: str) -> tuple[list[str], list[Point]]:
-    """Return reward models that differ only in their seeds, and their metrics on held-out pairs."""
-    prompts = head(root / "task" / "train.jsonl", root / "asked.jsonl", PREFERENCE_PROMPTS)
-    run = quickstart(
-        root, "answers", "gen", f"dataset.path={prompts}", "dataset.train_bs_n_seqs=100", f"model.path={policy}",
-        "sampling.n=8", "sampling.max_new_tokens=32", "judge=True", "reward.wrong_reward=0",
-    )  # fmt: skip
-    pairs = root / "pairs.jsonl"
-    run_python(EXAMPLES / "build_pairs.py", run / "generations", pairs, "--max-pairs", 4)
-    models, metrics = [], []
-    for seed in SEEDS:
-        where = [f"dataset.path={pairs}", f"model.path={policy}", f"seed={seed}"]
-        run = quickstart(root, f"rw{seed}", "rw", *where, config="rw.yaml")
-        models.append(str(newest_model(run)))
-        metrics.append(read_lines(run / "evaluation.jsonl")[-1]["metrics"])
-    return models, metrics
-
-
-def on_one_scale(run: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Return the curves with the scores of each member normalised by their held-out mean and deviation."""
-    prompts = by_prompt(read_generations(run / "scored"))
-    for i, model in enumerate(models):
-        moments = score_moments(ModelSpec(model))
-        assert moments is not None, f"{model} was trained with held-out rows"
-        for row in chain(*prompts):
-            row[f"score_{i}"] = (row[f"score_{i}"] - moments[0]) / moments[1]
-    curves = best_of_n(prompts, EnsembleConfig(list(models), uwo_weight=0.5), [])["curves"]
-    return {f"{name}, one scale": curves[name] for name in ("mean", "WCO", "UWO")}
-
-
-def agreement(run: Path) -> dict[str, float]:
-    """Return the correlations of members with the verifier and with each other, as means over prompts.
-
-    Prompts whose responses all have the same score are skipped.
+    An error is what remains of a member's scores after a linear fit to the gold scores.
     """
-    correlations: dict[str, list[float]] = {"with the verifier": [], "with each other": []}
-    for responses in by_prompt(read_generations(run / "scored")):
-        columns = [[row[f"score_{i}"] for row in responses] for i in range(len(SEEDS))]
-        gold = [row["gold"] for row in responses]
-        pairs = [("with the verifier", (column, gold)) for column in columns]
-        pairs += [("with each other", pair) for pair in combinations(columns, 2)]
-        for kind, (one, other) in pairs:
-            if len(set(one)) > 1 and len(set(other)) > 1:
-                correlations[kind].append(correlation(one, other))
-    return {kind: mean(values) for kind, values in correlations.items()}
+    found: dict[str, list[float]] = {"gold": [], "members": [], "errors": []}
+    for p, truth in enumerate(gold):
+        some = scores[:, p]
+        errors = [one - np.polyval(np.polyfit(truth, one, 1), truth) for one in some]
+        found["gold"] += [float(np.corrcoef(one, truth)[0, 1]) for one in some]
+        for key, rows in (("members", list(some)), ("errors", errors)):
+            found[key] += [float(np.corrcoef(*pair)[0, 1]) for pair in combinations(rows, 2)]
+    return {key: fmean(values) for key, values in found.items()}
 
 
-def gains(run: Path, grid: Sequence[int]) -> dict[str, list[Point]]:
-    """Return the paired differences in accuracy between each objective and one member: mean, standard error.
-
-    The differences are paired by prompt, because all curves use the same responses.
-    """
-    differences: dict[str, list[np.ndarray]] = {objective.name: [] for objective in Objective}
-    for responses in by_prompt(read_generations(run / "scored")):
-        scores = np.array([[row[f"score_{i}"] for row in responses] for i in range(len(SEEDS))])
-        gold = [row["gold"] for row in responses]
-        member = np.mean([expected_best(one, gold, grid)[1] for one in scores], axis=0)
-        for objective in Objective:
-            combined = combine(scores, EnsembleConfig([], objective, uwo_weight=0.5))
-            differences[objective.name].append(expected_best(combined, gold, grid)[1] - member)
+def best_of_n_results(folder: Path, models: Models) -> Results:
+    scores, gold = scored_responses(folder, models)
+    scale = gold.mean(), gold.std()
+    gold = (gold - scale[0]) / scale[1]
+    groups = {group: scores[i * len(MEMBERS) : (i + 1) * len(MEMBERS)] for i, group in enumerate(GROUPS)}
+    curves = {group: {name: best_of_n(some, gold, name) for name in OBJECTIVES} for group, some in groups.items()}
+    gains = {name: list(curves["own"][name][:, -1] - curves["shared"][name][:, -1]) for name in ENSEMBLES}
+    sizes = {
+        group: [fmean(best_of_n(some[list(pick)], gold, "mean")[:, -1].mean() for pick in combinations(range(5), k))
+                for k in range(1, len(MEMBERS) + 1)]
+        for group, some in groups.items()
+    }  # fmt: skip
     return {
-        name: [
-            {"n": n, "gain": float(np.mean(some)), "stderr": float(np.std(some, ddof=1) / len(some) ** 0.5)}
-            for n, some in zip(grid, np.transpose(rows), strict=True)
-        ]
-        for name, rows in differences.items()
-    }
+        "scale": scale,
+        "curves": {group: {name: [mean_and_error(list(column)) for column in found.T] for name, found in some.items()}
+                   for group, some in curves.items()},
+        "best": [mean_and_error(list(column)) for column in best_of_n(gold[None], gold, "mean").T],
+        "drops": {group: {name: drop(found) for name, found in some.items()} for group, some in curves.items()},
+        "own_gain": {name: mean_and_error(found) for name, found in gains.items()},
+        "members": sizes,
+        "correlations": {group: correlations(some, gold) for group, some in groups.items()},
+    }  # fmt: skip
 
 
-def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point]:
-    """Train against a proxy; return the proxy and gold scores of the responses of some steps."""
-    members = f"ensemble.members=[{','.join(models)}]"
-    rewards = [members, f"ensemble.objective={OBJECTIVES[name]}"] if OBJECTIVES[name] else [f"rew.path={models[0]}"]
-    where = [f"dataset.path={root}/task/train.jsonl", f"actor.path={policy}"]
-    steps = f"exp_ctrl.total_train_steps={PPO_STEPS}"
-    run = quickstart(root, f"ppo-{name}", "ppo", *where, *rewards, steps, config="ppo.yaml")
-    verified = [step for step in range(1, PPO_STEPS + 1) if step % VERIFY_EVERY == 0 or step == 1]
-    rows_of_prompt = {
-        row["prompt"]: row for row in read_lines(root / "task" / "train.jsonl")
-    }  # the verifier's solutions
-    answers = root / f"ppo-{name}.jsonl"
-    with answers.open("w") as file:
-        for step in verified:
-            for row in read_lines(run / "generations" / f"step_{step}.jsonl"):
-                file.write(json.dumps({**rows_of_prompt[row["prompt"]], **row, "step": step}) + "\n")
-    run_gold = quickstart(root, f"gold-{name}", "score", f"dataset.path={answers}", f"rew.path={models[0]}",
-                          "judge=True", "dataset.train_bs_n_seqs=128")  # fmt: skip
-    metrics = read_lines(run / "metrics.jsonl")
-    gold: dict[int, list[float]] = {}
-    for row in read_generations(run_gold):
-        gold.setdefault(row["fields"]["step"], []).append(row["gold"])
-    return [{"step": step, "kl": metrics[step - 1]["actor_train/kl_per_response"],
-             "proxy": metrics[step - 1]["reward/mean"], "gold": mean(gold[step])} for step in verified]  # fmt: skip
+def ppo_run(folder: Path, models: Models, objective: str, kl: float, seed: int) -> dict[str, Any]:
+    """Train against one member, that of the seed, or against all; return proxy scores, KL and the run's folder."""
+    members = models.groups["own"]
+    rewards = [f"rew.path={members[seed - 1]}"]
+    if objective != "single":
+        rewards = [f"ensemble.members=[{','.join(map(str, members))}]", f"ensemble.objective={objective}",
+                   f"ensemble.uwo_weight={UWO_WEIGHT['ppo']}"]  # fmt: skip
+    root = run(folder, f"ppo-{objective}-{kl}-{seed}", "ppo", f"dataset.path={folder}/task{POLICY}/train.jsonl",
+               f"actor.path={models.policy}", *rewards, *PPO, f"ppo.kl_ctl={kl}", f"seed={seed}")  # fmt: skip
+    lines = [metrics(root)[step - 1] for step in READ]
+    return {"root": str(root), "proxy": [line["reward/mean"] for line in lines],
+            "kl": [line["actor_train/kl_per_response"] for line in lines]}  # fmt: skip
 
 
-def bon_series(result: dict[str, Any], key: str) -> Series:
-    curves = result["curves"]
-    shown = {"single": [curves[f"member_{i}"] for i in range(len(SEEDS))]}
-    names = ["mean", "WCO", "UWO"]
-    if key == "gold_score":  # scores on another scale are not drawn beside these
-        names += ["gold", *(name for name in curves if name.endswith("one scale"))]
-    shown |= {name: [curves[name]] for name in names}
-    return {name: [(points[0]["kl"], mean(p[key] for p in points)) for points in zip(*several, strict=True)]
-            for name, several in shown.items()}  # fmt: skip
+def responses_of(root: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "generations" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
-def panel(title: str, x_label: str, series: Series, place: tuple[int, int]) -> str:
-    """Draw lines in a panel with its upper left corner at ``place``."""
-    width, height, left, top = 400, 220, 50, 30
-    xs, ys = ([point[i] for line in series.values() for point in line] for i in (0, 1))
-    low, high = min(ys), max(ys)
-    high = high if high > low else low + 1.0
-    middle, bottom = (left + width) / 2, top + height
-    parts = [
-        f'<svg x="{place[0]}" y="{place[1]}" width="{width + 130}" height="{height + 80}">',
-        f'<text x="{left}" y="18" font-weight="bold">{escape(title)}</text>',
-        f'<rect x="{left}" y="{top}" width="{width - left}" height="{height}" fill="none" stroke="#bbb"/>',
-        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{escape(x_label)}</text>',
-    ]
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return left + x / max(xs) * (width - left), top + height * (high - y) / (high - low)
-
-    parts += [f'<text x="{at(x, low)[0]:.1f}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>'
-              for x in ticks(max(xs))]  # fmt: skip
-    parts += [f'<text x="{left - 5}" y="{at(0, y)[1] + 4:.1f}" text-anchor="end">{y:.2f}</text>' for y in (low, high)]
-    for i, (name, line) in enumerate(series.items()):
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[i]}" stroke-width="2"/>')
-        parts.append(f'<text x="{width + 8}" y="{top + 14 + 16 * i}" fill="{COLOURS[i]}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>"])
+def ppo_results(options: StudyOptions, models: Models, scale: tuple[float, float]) -> Results:
+    """Train against every objective; the gold scores of responses have the scale of best of n."""
+    found = options.map(partial(ppo_run, options.folder, models), list(OBJECTIVES), list(KL), SEEDS)
+    runs = [one for some in found.values() for one in some]
+    rows = ({"prompt": row["prompt"], "answer": row["response"], "place": [i, j]}
+            for i, one in enumerate(runs) for j, step in enumerate(READ)
+            for row in responses_of(Path(one["root"]), step))  # fmt: skip
+    data = write_rows(options.folder / "ppo-responses.jsonl", rows)
+    root = run(options.folder, "ppo-gold", "score", f"dataset.path={data}", f"rew.path={models.gold}",
+               "dataset.train_bs_n_seqs=2048")  # fmt: skip
+    sums = np.zeros((2, len(runs), len(READ)))
+    for row in read_generations(root):
+        i, j = row["fields"]["place"]
+        sums[:, i, j] += row["rewards"], 1
+    golds = (sums[0] / sums[1] - scale[0]) / scale[1]
+    for one, gold in zip(runs, golds, strict=True):
+        one["gold"] = list(gold)
+        del one["root"]
+    return {f"{name}, KL {kl:g}": some for (name, kl), some in found.items()}
 
 
-def picture(results: dict[str, Any]) -> str:
-    bon, ppos = results["bon"], results["ppo"]
-    panels = []
-    for column, (value, words) in enumerate((("proxy", "score by its own proxy"), ("gold", "share of right answers"))):
-        lines = {name: line for name, line in bon_series(bon, f"{value}_score").items() if name != "gold"}
-        drawn = [("best of n", "KL from the policy, nats", lines)]
-        for across, axis in (("step", "step"), ("kl", "KL from the reference, nats per answer")):
-            lines = {name: [(p[across], p[value]) for p in points] for name, points in ppos.items()}
-            drawn.append(("PPO", axis, lines))
-        panels += [panel(f"{what}: {words}", axis, lines, (530 * column, 300 * row))
-                   for row, (what, axis, lines) in enumerate(drawn)]  # fmt: skip
-    return "\n".join(['<svg xmlns="http://www.w3.org/2000/svg" width="1060" height="900" font-family="sans-serif" '
-                      'font-size="11"><rect width="1060" height="900" fill="#fff"/>', *panels, "</svg>"])  # fmt: skip
+def collect(options: StudyOptions) -> Results:
+    models = train_models(options)
+    bon = best_of_n_results(options.folder, models)
+    return {"accuracies": models.accuracies, "bon": bon, "ppo": ppo_results(options, models, bon["scale"])}
 
 
-def table(results: dict[str, Any]) -> str:
-    series = bon_series(results["bon"], "gold_score")
-    grid = [entry["n"] for entry in results["bon"]["entries"]]
-    lines = [f"| best of n, chosen by | {' | '.join(f'n={n}' for n in grid)} |", "|---" * (len(grid) + 1) + "|"]
-    for name, line in series.items():
-        label = {"single": "one member, mean of three", "gold": "the verifier"}.get(name, name)
-        lines.append(f"| {label} | {' | '.join(f'{y:.3f}' for _, y in line)} |")
-    for name, points in results["gains"].items():
-        cells = " | ".join(f"{100 * p['gain']:+.1f} ({100 * p['stderr']:.1f})" for p in points)
-        lines.append(f"| {name} less one member, points (standard error) | {cells} |")
-    lines += ["", "| PPO against | right at first | right at last | best | KL at last, nats | proxy at last |",
-              "|---" * 6 + "|"]  # fmt: skip
-    for name, points in results["ppo"].items():
-        golds, last = [p["gold"] for p in points], points[-1]
-        lines.append(f"| {name} | {golds[0]:.3f} | {golds[-1]:.3f} | {max(golds):.3f} | {last['kl']:.2f} | "
-                     f"{last['proxy']:.2f} |")  # fmt: skip
-    accuracies = ", ".join(f"{found['rw_eval/accuracy']:.3f}" for found in results["proxies"])
-    agreed = ", ".join(f"{value:.2f} {kind}" for kind, value in results["agreement"].items())
-    return "\n".join([*lines, "", f"Held-out accuracy of the three proxies: {accuracies}. Among answers to a prompt "
-                      f"their scores correlate {agreed}. Everything took {results['seconds']:.0f} s.", ""])  # fmt: skip
+def ppo_drop(results: Results, objective: str, kl: float) -> tuple[float, float]:
+    return drop(np.array([one["gold"] for one in results["ppo"][f"{objective}, KL {kl:g}"]]))
 
 
-def main() -> None:
-    root, began = Path(sys.argv[1] if len(sys.argv) > 1 else "rm-ensemble-run"), time.monotonic()
-    policy = train_policy(root)
-    models, accuracies = proxies(root, policy)
-    where = [f"dataset.path={root}/task/valid.jsonl", f"policy.path={policy}"]
-    run = quickstart(root, "bon", "bon", *where, f"ensemble.members=[{','.join(models)}]", config="bon.yaml")
-    results: dict[str, Any] = {"proxies": accuracies, "bon": json.loads((run / "bon.json").read_text())}
-    results["gains"] = gains(run, [entry["n"] for entry in results["bon"]["entries"]])
-    results["agreement"] = agreement(run)
-    results["bon"]["curves"] |= on_one_scale(run, models)
-    results["bon"]["members"] = [f"seed {seed}" for seed in SEEDS]
-    results["ppo"] = {name: ppo(root, name, policy, models) for name in OBJECTIVES}
-    results["seconds"] = time.monotonic() - began
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "table.md").write_text(table(results))
-    (HERE / "curves.svg").write_text(picture(results))
-    print(table(results))
+def verdict(results: Results) -> Verdict:
+    bon = results["bon"]
+    falls = {"best of n": bon["drops"]["own"],
+             "PPO, KL 0.01": {name: ppo_drop(results, name, 0.01) for name in OBJECTIVES}}  # fmt: skip
+    conditions = []
+    for some in falls.values():
+        conditions.append(some["single"][0] >= 2 * some["single"][1] and some["single"][0] > 0)
+        conditions.append(all(some[name][0] <= some[name][1] for name in ENSEMBLES))
+    conditions.append(all(mean > error for mean, error in bon["own_gain"].values()))
+    parts = [f"{what}: " + ", ".join(f"{name} {mean:.2f} +- {error:.2f}" for name, (mean, error) in some.items())
+             for what, some in falls.items()]  # fmt: skip
+    gains = ", ".join(f"{name} {mean:+.2f} +- {error:.2f}" for name, (mean, error) in bon["own_gain"].items())
+    return verdict_of(conditions, f"drops after the peak, {'; '.join(parts)}; own less shared: {gains}")
 
+
+def pairs_of(values: Sequence[tuple[float, float]]) -> list[str]:
+    return [f"{mean:.2f} +- {error:.2f}" for mean, error in values]
+
+
+def table(results: Results) -> str:
+    bon, shown = results["bon"], [i for i, n in enumerate(GRID) if n in (1, 4, 16, 64, 256, 2048)]
+    header = ["best of n by", *(f"n={GRID[i]}" for i in shown), "drop"]
+    rows = [[f"{group}: {name}", *pairs_of([curve[i] for i in shown]), *pairs_of([bon["drops"][group][name]])]
+            for group, some in bon["curves"].items() for name, curve in some.items()]  # fmt: skip
+    rows.append(["gold", *pairs_of([bon["best"][i] for i in shown]), ""])
+    text = markdown(header, rows)
+    rows = [[group, cell(results["accuracies"][group]), *(f"{some[key]:.2f}" for key in ("gold", "members", "errors")),
+             *(f"{value:.2f}" for value in bon["members"][group])]
+            for group, some in bon["correlations"].items()]  # fmt: skip
+    text += "\n" + markdown(["members", "held-out accuracy", "correlation with gold", "with each other", "of errors",
+                             *(f"best of {RESPONSES} by {k}" for k in range(1, len(MEMBERS) + 1))], rows)  # fmt: skip
+    rows = []
+    for name, runs in results["ppo"].items():
+        objective, _, kl = name.partition(", KL ")
+        rows.append([name, cell([max(one["gold"]) for one in runs], 2), cell([one["gold"][-1] for one in runs], 2),
+                     *pairs_of([ppo_drop(results, objective, float(kl))]), cell([one["proxy"][-1] for one in runs], 2),
+                     cell([one["kl"][-1] for one in runs], 1)])  # fmt: skip
+    return text + "\n" + markdown(["PPO against", "best gold", "last gold", "drop", "last proxy", "last KL"], rows)
+
+
+def draw_curve(panel: Any, x: Sequence[float], points: Sequence[tuple[float, float]], label: str) -> None:
+    means, errors = np.array(points).T
+    panel.plot(x, means, label=label)
+    panel.fill_between(x, means - errors, means + errors, alpha=0.25)
+
+
+def draw(results: Results, figure: Figure) -> None:
+    bon, panels = results["bon"], figure.subplots(2, 3)
+    kls = [kl_of_best(n) for n in GRID]
+    for panel, (group, some) in zip(panels[0], bon["curves"].items(), strict=True):
+        for name, points in some.items():
+            draw_curve(panel, kls, points, name)
+        panel.set(xlabel="KL from the policy, nats", ylabel="gold score, deviations", title=f"best of n, {group}")
+    for panel, kl in zip(panels[1], KL, strict=True):
+        for name in OBJECTIVES:
+            golds = zip(*(one["gold"] for one in results["ppo"][f"{name}, KL {kl:g}"]), strict=True)
+            draw_curve(panel, READ, [mean_and_error(list(column)) for column in golds], name)
+        panel.set(xlabel="step", ylabel="gold score, deviations", title=f"PPO, KL coefficient {kl:g}")
+    panels[0][0].legend(fontsize=7)
+
+
+STUDY = Study(HERE, __doc__ or "", collect, verdict, table, draw, (10, 6))
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()
