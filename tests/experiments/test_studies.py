@@ -134,10 +134,31 @@ def precision_results(holds: bool) -> Results:
     return {"curves": curves}
 
 
+def ensemble_results(holds: bool) -> Results:
+    """Gold scores of one reward model fall after a peak, or those of ensembles do."""
+    own, groups = constants("rm_ensemble"), constants("rm_ensemble").GROUPS
+    falling, rising = (0.5, 0.05), (-0.2, 0.1)
+    ends = {name: falling if holds is (name == "single") else rising for name in own.OBJECTIVES}
+    peaks = [(0.1 * min(i, 5), 0.05) for i in range(len(own.GRID))]
+    bon = {
+        "curves": {group: dict.fromkeys(own.OBJECTIVES, peaks) for group in groups}, "best": peaks,
+        "drops": dict.fromkeys(groups, ends), "members": {group: [0.1 * k for k in range(5)] for group in groups},
+        "own_gain": dict.fromkeys(own.ENSEMBLES, (0.2 if holds else 0.0, 0.1)),
+        "correlations": {group: {"gold": 0.4, "members": 0.8, "errors": 0.7} for group in groups},
+    }  # fmt: skip
+    runs = {}
+    for name, kl in product(own.OBJECTIVES, own.KL):
+        last = 0.2 if holds is (name == "single") else 0.9
+        gold = [[0.0, *[0.8 + 0.001 * seed] * (len(own.READ) - 2), last] for seed in range(N)]
+        runs[f"{name}, KL {kl:g}"] = [{"gold": some, "proxy": some, "kl": some} for some in gold]
+    return {"bon": bon, "ppo": runs, "accuracies": {name: [0.6, 0.7] for name in ("gold", *groups)}}
+
+
 MADE: dict[str, Callable[[bool], Results]] = {
     "algorithms": algorithms_results, "dpo_vs_ppo": dpo_results, "kl": kl_results, "layouts": layouts_results,
     "ppo_code": code_results, "precision": precision_results, "restem": restem_results,
-    "reward_design": reward_results, "srl": srl_results, "staleness": staleness_results, "vineppo": vineppo_results,
+    "reward_design": reward_results, "rm_ensemble": ensemble_results, "srl": srl_results,
+    "staleness": staleness_results, "vineppo": vineppo_results,
 }  # fmt: skip
 
 
