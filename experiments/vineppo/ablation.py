@@ -25,7 +25,7 @@ def start(folder: Path) -> Path:
     """Create the task and return the model from which runs start."""
     task = folder / "task"
     if not (folder / "sums" / "start" / "done").exists():
-        words = [task, "--digits", str(DIGITS), "--hidden", str(HIDDEN), "--layers", "3"]
+        words: list[str | Path] = [task, "--digits", str(DIGITS), "--hidden", str(HIDDEN), "--layers", "3"]
         subprocess.run([sys.executable, ROOT / "examples" / "arithmetic.py", *words], check=True, capture_output=True)
     run(folder, "start", "sft", f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
         "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
