@@ -1,5 +1,6 @@
 """The fused decoding kernel against the unfused reference implementation."""
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,12 @@ from realhf.models.hf_folder import init_random
 from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
 from realhf.ops import extension
+from realhf.plan.machines.processor import has_bf16_products
 from tests.models.tiny_models import whole_params
 from tests.scaling import examples
 
+MULTIPLIES_PAIRS = has_bf16_products() or "REALHF_EMULATES_PAIRS" in os.environ
+"""Pairs are products in bfloat16, whose inputs are rounded, as torch rounds them; else products are in float32."""
 LLAMA = ModelConfig("llama", 3, 64, 4, 2, 16, 112, 40, 128, init_std=0.2)
 LAYER_NORMS = {
     "norm": "layer",
@@ -138,8 +142,8 @@ def test_bfloat16_weights_are_close_to_float32(name: str) -> None:
     precise.params.data.copy_(model.params.data)
     found, expected = decoded(model)[0], decoded(without_kernel(precise))[0]
     of_torch = distance(decoded(without_kernel(model))[0], expected)
-    assert found.dtype == torch.bfloat16
-    assert distance(found, expected) <= 1.5 * of_torch  # where pairs are multiplied, inputs are rounded as in torch
+    limit = 1.5 * of_torch if MULTIPLIES_PAIRS else min(of_torch, 1e-2)
+    assert found.dtype == torch.bfloat16 and distance(found, expected) <= limit
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "glm4_moe", "gpt_oss"])

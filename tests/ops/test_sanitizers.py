@@ -51,7 +51,8 @@ def sanitized(arguments: list[str], fill: int = 0xFF) -> subprocess.CompletedPro
     found = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
     options = f"detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1000000000:malloc_fill_byte={fill}"
     environment = {**os.environ, "LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options, "OMP_NUM_THREADS": "2",
-                   "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONPATH": str(REPOSITORY)}  # fmt: skip
+                   "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONPATH": str(REPOSITORY),
+                   "REALHF_EMULATES_PAIRS": "1"}  # fmt: skip
     return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
                           timeout=1500)  # fmt: skip
 
