@@ -74,6 +74,8 @@ class ForwardOutputs:
         n_tokens = len(self.packing.tokens)
         if mask is None:
             return self.packing.unpack(self.model.values(self.states, n_tokens))
+        if mask.shape != (shape := self.batch["tokens"].shape):
+            raise ValueError(f"the mask has the shape {list(mask.shape)}, the tokens have {list(shape)}")
         index = mask.nonzero()[:, 0]
         return mask.new_zeros(mask.shape, dtype=torch.float32).index_copy(0, index, self._values_at(index))
 

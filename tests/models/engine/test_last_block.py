@@ -92,3 +92,13 @@ def test_states_are_computed_once_for_several_heads(llama: Path, computed: list[
         outputs = ForwardOutputs(engine.model, states, batch, packing)
         outputs.logprobs(1.0, mask), outputs.distribution(ids, 1.0, mask)
     assert len(computed) == engine.config.n_layers
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (22,), (24,), (23, 1), ()])
+def test_values_refuse_a_mask_of_another_size(llama: Path, shape: tuple[int, ...], share: bool) -> None:
+    engine, batch = engine_on(llama, trained=False, scalar=True), rows_of(LENGTHS, per_prompt=2)
+    packing = pack(batch, share)
+    states = engine.model.states(packing.tokens, packing.lengths, prefixes=packing.prefixes)
+    with pytest.raises(ValueError, match=r"the mask has the shape .*, the tokens have \[23\]"):
+        ForwardOutputs(engine.model, states, batch, packing).values(torch.ones(shape))
